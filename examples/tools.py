@@ -1,4 +1,4 @@
-"""A model learns to call a tool. It can guess a product or ask the calculator.
+"""A model learns to call a tool. The model can guess a product or ask the calculator.
 
     python examples/tools.py runs/tools               # makes data, and a model that usually guesses
     python train.py --model runs/tools/base --data runs/tools/train.jsonl \\
@@ -6,9 +6,9 @@
         --max-completion-length 32 --learning-rate 3e-4 --max-steps 20 --eval-steps 5 \\
         --eval-data runs/tools/test.jsonl
 
-The model has 0.3 million parameters and a chat template for tools. It has learned how to call the
-calculator, but usually makes a guess, which is wrong. With GRPO, it soon calls the calculator for
-every product (`tools/call_frequency` in the log).
+The model has 0.3 million parameters and a chat template for tools. The model has learned how to
+call the calculator, but usually makes a guess, which is wrong. With GRPO, it soon calls the
+calculator for every product (`tools/call_frequency` in the log).
 
 With a real model, you do not need `make_base`, only a function like `multiply`. The class
 `Calculator` provides the same tool as an environment: replace `--tools …` with
@@ -63,7 +63,7 @@ class Calculator:
         return self.results[-1]
 
     def get_reward(self) -> float:
-        """Return 1 if the last result is the answer, and 0.1 less for each call before it."""
+        """Return 1 if the last result is the answer, and 0.1 less for each earlier call."""
         found = [str(result) for result in self.results[-1:]] == [self.answer]
         return found - 0.1 * max(len(self.results) - 1, 0)
 
@@ -97,7 +97,7 @@ def make_base(folder: Path, steps: int = 120, seed: int = 0) -> None:
     tools, rng = ToolCalls(Config(), tokenizer, [multiply]), random.Random(seed)
 
     def conversations(step: int) -> list[Sample]:
-        calls = 0.25 if step > 0.7 * steps else 1.0  # the model first learns how to call
+        calls = 0.25 if step > 0.7 * steps else 1.0  # first, every answer is a call
         return [conversation(i, tools, rng, calls) for i in range(64)]
 
     warmup.imitate(model, conversations, steps, rise=20)

@@ -268,7 +268,7 @@ def loss(batch: PackedBatch, model: Decoder, tokenizer: Tokenizer) -> Tensor:
     p = logits[second].softmax(-1)  # [completions, V]
     dz = -dlogp[second, None] * p  # dlogp/dz = 1[the target] - p
     dz[torch.arange(len(second)), batch.targets[second]] += dlogp[second]
-    p = p[0]  # the same for all completions, because all start with the prompt and <think>
+    p = p[0]  # equal in all completions, because each starts with the prompt and <think>
     shown = p.topk(4).indices.tolist()
     named = "  ".join(f"{tokenizer.decode([i], False):>8}" for i in shown)
     show(

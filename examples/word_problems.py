@@ -198,8 +198,8 @@ KINDS: dict[str, Kind] = {
 
 
 def is_held_out(a: int, b: int) -> bool:
-    """Return whether a pair of numbers is held out, regardless of their order. One pair in three
-    is.
+    """Return whether a pair of numbers is held out, regardless of their order. On average, one pair
+    in three is held out.
     """
     text = f"{min(a, b)},{max(a, b)}"
     return hashlib.blake2b(text.encode()).digest()[0] % 3 == 0
@@ -208,8 +208,8 @@ def is_held_out(a: int, b: int) -> bool:
 def numbers_for(kind: str, held_out: bool, rng: random.Random) -> tuple[list[int], int]:
     """Return numbers for a problem of this kind, and the answer.
 
-    Of the numbers, either every pair is held out or none is. The answer is a whole number, is at
-    least 2, and is not one of the numbers.
+    Either every pair of these numbers is held out, or no pair is. The answer is a whole number, is
+    at least 2, and is not one of the numbers.
     """
     answer_of, ranges, _ = KINDS[kind]
     while True:
@@ -250,12 +250,12 @@ def problems(split: str, count: int, seed: int = 0) -> list[dict]:
                 break
         messages = [{"role": "user", "content": f"{text} {INSTRUCTION}"}]
         found[text] = {"prompt": messages, "answer": str(answer), "kind": kind}
-    raise AssertionError  # the kinds never end
+    raise AssertionError  # not reached: `cycle` never ends
 
 
 # --- the reward ---
 
-NUMBER = re.compile(r"(?<!\w)-?\d[\d,]*(?:\.\d+)?")  # no sign in "20-21"
+NUMBER = re.compile(r"(?<!\w)-?\d[\d,]*(?:\.\d+)?")  # the "-" in "20-21" is no sign
 
 
 def last_number(completions: list, answer: list, **kwargs) -> list[float]:

@@ -20,18 +20,19 @@ Work.       The head needs three matrix products, or 6·M·V·D FLOP. If the bac
 Memory.     The head stores one chunk of C rows of logits (2·C·V bytes in bfloat16, 2.5 GB at C =
             8192), dW in float32 (4·V·D bytes) and dh.
 Bytes.      The logits are read and written once, in place: 4·M·V bytes (1.16 ms at 4.3 TB/s). Each
-            chunk after the first also reads and writes dW (8·V·D bytes). Compared with the chunk's
-            matrix products, this takes 245/C of the time, for any D. So one chunk of 8192 rows is
-            faster than many small chunks.
+            chunk after the first also reads and writes dW (8·V·D bytes). Reading and writing dW
+            takes 245/C of the time of the chunk's matrix products, for any D. So one chunk of 8192
+            rows is faster than many small chunks.
 Reference.  A test compares the results with those of `log_softmax_forward` and `policy_rows_` on
             all logits at once (tests/model/test_head.py).
 
 If the factor of a token depends on the log-probs of other tokens (sequence-level ratios or masks),
-the forward pass cannot compute the gradients. Such losses use `HeadLogp`, whose backward recomputes
-the logits, so that four matrix products are needed.
+the forward pass cannot compute the gradients. Losses with such factors use `HeadLogp`. The backward
+of `HeadLogp` recomputes the logits, so four matrix products are needed.
 
 `HeadPolicyLoss` and the backward of `HeadLogp` select rows with `nonzero`. To learn the number of
-rows, the host waits for the device. This takes microseconds, while the head takes milliseconds.
+rows, the host waits for the device. This wait takes microseconds, while the head takes
+milliseconds.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ from .reference.log_softmax import accumulate
 class HeadLogp(torch.autograd.Function):
     """(hidden, lm_head, targets, temperature, chunk, ops) → log-prob [M], entropy [M].
 
-    The forward needs one matrix product. The backward recomputes the logits and needs three, or two
-    if the head is frozen. It skips rows for which both upstream gradients are 0.
+    The forward needs one matrix product. The backward recomputes the logits and needs three
+    products, or two if the head is frozen. The backward skips rows for which both upstream
+    gradients are 0.
     """
 
     @staticmethod
@@ -133,7 +135,7 @@ class HeadPolicyLoss(torch.autograd.Function):
                 dhidden[index] = product(dlogits, lm_head.T)
             if need_dhead:
                 dhead = _add_product(dhead, dlogits, h)
-            del logits, dlogits  # before the next chunk is allocated
+            del logits, dlogits  # frees them before the next chunk
 
         loss = (inputs.weight * terms).sum()
         if inputs.entropy_weight is not None:
@@ -166,10 +168,10 @@ def _buffer(hidden: Tensor, lm_head: Tensor, chunks: Sequence[Tensor]) -> Tensor
 
 
 def _add_product(total: Tensor | None, dlogits: Tensor, h: Tensor) -> Tensor:
-    """Add dlogitsᵀ h [V, D] to the total in place. If total is None, return only this product.
+    """Add dlogitsᵀ h [V, D] to the total in place. If total is None, return only the product.
 
-    The total has the dtype that `accumulate` returns. In bfloat16, its error would grow with the
-    number of chunks (from 1.6e-3 for one chunk to 2.6e-3 for 8).
+    The total has the dtype that `accumulate` returns. A total in bfloat16 would have an error that
+    grows with the number of chunks (from 1.6e-3 for one chunk to 2.6e-3 for 8).
     """
     if by_onednn(h.T, dlogits.T):
         part = product(h.T, dlogits.T).T  # [V, D], transposed in memory

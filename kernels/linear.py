@@ -8,11 +8,11 @@ different order.
 Equation.   Y = X Wᵀ + b;  dX = dY W;  dW = dYᵀ X;  db = Σ_rows dY. The function `product` computes
             A Bᵀ, and each of the three products can be written in this form.
 Why.        On a CPU, torch computes float32 matrix products with the BLAS that it was built with.
-            Another library may be faster on the CPU at hand. On one core of an AMD EPYC, MKL
-            reaches 110 GFLOP/s, and oneDNN, which torch also includes, reaches 186 to 253 GFLOP/s.
-            oneDNN reads a transposed view of B directly, but copies a transposed view of A. A call
-            of oneDNN has 10 µs more overhead, or half a millisecond more if oneDNN must generate
-            code for a new number of rows.
+            On some CPUs, another library is faster. On one core of an AMD EPYC, MKL reaches 110
+            GFLOP/s, and oneDNN, which torch also includes, reaches 186 to 253 GFLOP/s. oneDNN reads
+            a transposed view of B directly, but copies a transposed view of A. A call of oneDNN has
+            10 µs more overhead, or half a millisecond more if oneDNN must generate code for a new
+            number of rows.
 Elsewhere.  GPUs, other dtypes, autocast and small products use F.linear. The setting
             torch.backends.mkldnn.flags(enabled=False) turns oneDNN off, both here and in torch.
 
@@ -86,15 +86,15 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return F.linear(x, weight, bias). If oneDNN computes the result, it can be differentiated
-    only once.
+    """Return F.linear(x, weight, bias). A result that oneDNN computes can be differentiated only
+    once.
     """
     return _Linear.apply(x, weight, bias) if by_onednn(x, weight) else F.linear(x, weight, bias)
 
 
 def repacked(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[..., Tensor]:
-    """Return a function x ↦ F.linear(x, weight, bias). It uses the weight's values at the time of
-    this call.
+    """Return a function x ↦ F.linear(x, weight, bias). The function uses the values that the weight
+    has at the time of this call.
 
     On a CPU, a float32 weight is copied to the layout that oneDNN prefers for inputs with `rows`
     rows. On one core of an AMD EPYC, multiplying 64 rows by a weight [2048, 256] then takes 0.29

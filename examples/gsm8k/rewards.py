@@ -1,4 +1,4 @@
-"""The format that system.txt asks for, as a reward function.
+"""A reward function for the format that system.txt asks for.
 
     python train.py … --system-prompt examples/gsm8k/system.txt \
         --reward-funcs accuracy examples/gsm8k/rewards.py:boxed_last_line
@@ -18,6 +18,6 @@ def boxed_last_line(completions, **kwargs):
 
 
 def is_formatted(text):
-    answer = text.rpartition("</think>")[2].strip()  # the thinking may also contain boxes
+    answer = text.rpartition("</think>")[2].strip()  # the reasoning may also contain boxes
     last_line = answer.rpartition("\n")[2].strip()
     return answer.count("\\boxed") == 1 and LAST_LINE.fullmatch(last_line) is not None

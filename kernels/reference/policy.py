@@ -10,9 +10,9 @@ These functions are called between train.py and `policy_terms`:
        └─ policy_rows_ (fused_rows.py)         turns a chunk of logits into log-probs and gradients
           └─ policy_terms (below)              the loss of each token, and its derivative
 
-The derivatives are written out instead of left to autograd. They specify what the kernels compute,
-and the fused head needs them during its forward pass. A test compares them with autograd and finite
-differences (tests/model/test_head.py). Read next: log_softmax.py.
+The derivatives are written out instead of left to autograd. The formulas specify what the kernels
+compute, and the fused head needs the derivatives during its forward pass. A test compares them with
+autograd and finite differences (tests/model/test_head.py). Read next: log_softmax.py.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Log-ratios are clamped to ±20 before exp. Then a ratio (at most e^20) and the product of two such
-# factors in the KL term (at most e^40) are finite in float32.
+# Log-ratios are clamped to ±20 before exp.
+# So a ratio is at most e^20, and the KL, a product of two such factors, is about e^40 at most.
+# Both numbers are finite in float32.
 LOG_RATIO_MAX = 20.0
 
 
@@ -95,7 +96,8 @@ def policy_terms(
 
     loss = l · importance + β · KL, where l is the clipped term below. If a log-prob is NaN, loss
     and gradient must be NaN, so that the trainer detects the error. Therefore each comparison, also
-    in `clipped`, asks where the derivative is zero. For NaN, it is false, and NaN is kept.
+    in `clipped`, asks where the derivative is zero. For NaN, the comparison is false, so NaN is
+    kept.
     """
     # ratio: r = π(token) / π_old(token) = exp(logp - old_logp), so dr/dlogp = r, or 0 if clamped
     log_ratio = torch.zeros_like(logp) if inputs.old_logp is None else logp - inputs.old_logp
@@ -111,7 +113,8 @@ def policy_terms(
         return l, dl, clip, None
 
     # KL = r·k3 and k3 = e^x - x - 1, with x = ref_logp - logp, so dk3/dlogp = 1 - e^x.
-    # So dKL = r·dk3 + dr·k3. With the factor r (1 on policy), this is the gradient of the KL.
+    # So dKL = r·dk3 + dr·k3.
+    # Because of the factor r (1 on policy), dKL is the gradient of the true KL.
     x = inputs.ref_logp - logp
     kl, dkl = k3(x), torch.where(x.abs() > LOG_RATIO_MAX, 0.0, -torch.expm1(x))
     kl, dkl = ratio * kl, ratio * dkl + dratio * kl

@@ -17,9 +17,9 @@ Lanes.      Every lane (8 adjacent bfloat16 numbers, one 16-byte load) keeps its
             every block, and the barriers and shuffles then take longer than the loads.
 Exactness.  q is rounded, but every term uses the same rounded q. So fma(x, k, -q) is rounded only
             once, and a row of logits near -10,000 is as exact as one near 0. For a logit of -inf, e
-            = 0 but e · t = NaN. Rows with -inf are rare. They are summed a second time, so that the
-            main loop needs no extra instruction for them. A sum of 151,936 terms is computed as a
-            tree over 1024 lanes, and each lane adds 19 sums of 8 terms. The entropy is always
+            = 0 but e · t = NaN. Rows with -inf are rare. A row with -inf is summed a second time,
+            so that the main loop needs no extra instruction. A sum of 151,936 terms is computed as
+            a tree over 1024 lanes, and each lane adds 19 sums of 8 terms. The entropy is always
             computed, because it needs no further reads.
 Domain.     The kernel requires |max_j z_j| log2(e) < 2^31: logits up to ±1.4e9 at T = 1, or about
             ±100 at T = 1e-7. For larger logits, the rounding of q changes e by a factor of more
@@ -46,7 +46,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# The initial maximum. It is finite, because -inf - -inf would be NaN.
+# The initial maximum. The value is finite, because -inf - -inf would be NaN.
 LOWEST = tl.constexpr(-1e30)
 
 # Launch shapes are constants and not autotuned, so tests cover all shapes that are used.
@@ -92,10 +92,10 @@ def merge(q, l, s):
 def statistics(L, V, k, WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     """Return (q, l, s) of the V columns of the row at L.
 
-    If WIDE, the C numbers of a lane are adjacent and need one load. This is impossible if rows do
-    not start at multiples of 16 bytes: Triton would spread the C numbers over several threads. So
-    without WIDE, each lane reads every R-th number, and adjacent lanes read adjacent numbers. These
-    loads are narrow, but threads still exchange no data.
+    If WIDE, the C numbers of a lane are adjacent and need one load. A single load is impossible if
+    rows do not start at multiples of 16 bytes, because Triton would then spread the C numbers over
+    several threads. So without WIDE, each lane reads every R-th number, and adjacent lanes read
+    adjacent numbers. Loads without WIDE are narrow, but threads still exchange no data.
     """
     BLOCK: tl.constexpr = R * C
     if WIDE:
@@ -144,7 +144,7 @@ def forward_kernel(
     WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Each program processes one row."""
-    row = tl.program_id(0).to(tl.int64)  # row · V exceeds 2^31 at 14,134 rows of Qwen3
+    row = tl.program_id(0).to(tl.int64)  # row · V can exceed 2^31
     L = LOGITS + row * stride
     q, l, s = statistics(L, V, k, WIDE, R, C)
     zy = tl.load(L + tl.load(TARGETS + row)).to(tl.float32)

@@ -27,7 +27,7 @@ import triton.language as tl
 from ..reference import policy
 
 LOG_RATIO_MAX = tl.constexpr(policy.LOG_RATIO_MAX)
-NAN = tl.constexpr(tl.PropagateNan.ALL)  # makes min(NaN, 1) NaN, not 1
+NAN = tl.constexpr(tl.PropagateNan.ALL)  # with this setting, min(NaN, 1) is NaN and not 1
 
 
 @triton.jit

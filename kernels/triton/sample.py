@@ -10,9 +10,9 @@ Chunks.     A row is split into chunks of BLOCK columns, so that even a few rows
             exponentials. The second kernel computes the integer sum Σ n of each chunk. The third
             kernel finds the chunk with the sampled token, and then the token. Integer sums are
             exact in any order, so the split does not change the result.
-Bytes.      The kernels read each logit twice, 4·b·V bytes in bfloat16. The second time, it may come
-            from the L2 cache. For b = 64, V = 151,936, this is 39 MB. The reference writes float32
-            logits, log-probs, probabilities and sums, 0.7 GB in total.
+Bytes.      The kernels read each logit twice, 4·b·V bytes in bfloat16. The second read may come
+            from the L2 cache. For b = 64, V = 151,936, the kernels read 39 MB. The reference writes
+            float32 logits, log-probs, probabilities and sums, 0.7 GB in total.
 Reference.  `sample_tokens` in reference/sample.py.
 """
 
@@ -99,7 +99,7 @@ def pick_kernel(
     z = columns(LOGITS, row, chunk, stride, V, inv_t, BLOCK)
     n = (tl.exp(z - top) / total * SCALE).to(tl.int64)
     token = chunk * BLOCK + tl.sum((before + tl.cumsum(n, 0) <= target).to(tl.int32), 0)
-    token = tl.minimum(token, V - 1)  # can be larger only if logits are NaN
+    token = tl.minimum(token, V - 1)  # the index is too large only if logits are NaN
     tl.store(TOKEN + row, token)
     z = tl.load(LOGITS + row * stride + token).to(tl.float32) * inv_t
     tl.store(LOGP + row, z - top - tl.log(total))
