@@ -44,8 +44,9 @@ FIXED = {
     "--allowed-media-domains": "pictures.invalid",  # requests contain pictures, not URLs
 }
 
-# Options on a CPU, unless the user gives others. Chunked prefill is off, so no prompt is split:
-# after a split, vLLM would reset the request's random stream, which fails on a CPU.
+# Options on a CPU, unless the user gives others.
+# Chunked prefill is off, so that no prompt is split.
+# After a split, vLLM would reset the request's random stream, which fails on a CPU.
 # Blocks are short, because the completions of a group share only full blocks of their prompt.
 # vLLM's default on a CPU is 128 tokens, and its fast kernel needs a multiple of 32.
 ON_CPU = ["--no-enable-chunked-prefill", "--block-size", "32", "--kv-cache-memory-bytes"]
@@ -77,8 +78,8 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             )
     fixed = [word for pair in FIXED.items() for word in pair if word is not None]
     where = ["--model", ours.model, "--host", ours.host, "--port", str(ours.port)]
-    # If an option is given twice, the last one counts. So our options come last:
-    # no other spelling, such as an abbreviation, can change what training and security rely on.
+    # If an option is given twice, the last one counts.
+    # Our options come last, so that no other spelling, such as an abbreviation, takes effect.
     return ours, [*rest, *where, *fixed]
 
 
@@ -130,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    # imported here, because they read the environment
+    # imported here, because these modules read the environment
     from vllm.entrypoints.launchers.api_server.entry import main as run
     from vllm.platforms import current_platform
     from vllm.utils.cpu_resource_utils import get_memory_node_info, get_visible_memory_node

@@ -42,9 +42,9 @@ class KVCache:
     """A cache in which each row is one contiguous block of memory, [K, S, E] for each layer.
 
     The newest token of row i is written to column `positions[i]` and attends to the columns up to
-    this one. Only the first `span` columns are read, so short sequences are fast even in a long
-    cache. The cache starts with few columns and becomes wider as sequences grow. While it is
-    narrow, rows are close together in memory and are read about 1.5 times as fast.
+    `positions[i]`. Only the first `span` columns are read, so short sequences are fast even in a
+    long cache. The cache starts with few columns and becomes wider as sequences grow. While the
+    cache is narrow, rows are close together in memory and are read about 1.5 times as fast.
     """
 
     def __init__(self, cfg: ModelConfig, B: int, S: int, dtype: torch.dtype, device: torch.device):
@@ -107,7 +107,7 @@ class KVCache:
         values[self.index[:b], :, self.positions] = v
         keys, values = keys[:b, :, : self.span], values[:b, :, : self.span]
         # The H/K query heads of a key head are the rows of one matmul, so no key is repeated.
-        # At these sizes, two plain matmuls take a third as long as torch's attention.
+        # At these sizes, two plain matmuls take a third of the time of torch's attention.
         q = q.view(b, K, H // K, E)
         scores = torch.matmul(q * E**-0.5, keys.transpose(-1, -2))  # [b, K, H/K, span]
         out = torch.matmul(scores.add_(self.bias).softmax(-1), values)  # [b, K, H/K, E]

@@ -41,7 +41,8 @@ class GraphRunner(Runner):
         """Replay the graph of a step. A graph is captured when its shape first occurs."""
         padded = min(1 << (rows - 1).bit_length(), self.state.shape[1])
         self.state[1, rows:padded] = 0
-        # These values are constant in a graph. A paged cache ignores the span.
+        # The values in `shape` are constant in a graph.
+        # The span may vary, because a paged cache ignores the span.
         shape = (padded, params.temperature, params.top_k, params.top_p)
         if shape not in self.graphs:
             self.graphs[shape] = self.capture(padded, span, params)
@@ -59,7 +60,7 @@ class GraphRunner(Runner):
         self.state.copy_(before)
         graph = torch.cuda.CUDAGraph()
         pool = next((g.pool() for g in self.graphs.values()), None)
-        # With "thread_local", another thread may synchronize meanwhile, for example to save.
+        # "thread_local" lets another thread synchronize during the capture, for example to save.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             super().step(rows, span, params)
         return graph

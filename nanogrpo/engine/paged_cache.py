@@ -20,9 +20,9 @@ PAGE = 32  # tokens; small pages waste less of each row's last page, large pages
 def cache_tokens(slots: int, max_len: int, wanted: int | None = None) -> int:
     """Return the number of tokens whose keys and values fit into the engine's cache.
 
-    The result is `wanted`, but at least one context and at most `slots` contexts. By default, it is
-    `slots` contexts. Each cached token takes 2·K·E numbers in each layer. The cache has one more
-    page, page 0, for padding rows (see PagedCache).
+    The result is `wanted`, but at least one context and at most `slots` contexts. By default, the
+    result is `slots` contexts. Each cached token takes 2·K·E numbers in each layer. The cache has
+    one more page, page 0, for padding rows (see PagedCache).
     """
     context = pages_of(max_len)
     most = slots * context

@@ -1,9 +1,9 @@
 """Run the model of an engine, to prefill prompts and to decode one token for each active row.
 
 In: completions (scheduler.py). Out: a `Prefix` for each prompt, or the next tokens of all rows. A
-prompt is prefilled once for all its completions. Its last token is left out, because it is the
-first input of decoding. So prefill needs neither the output head nor sampling, and all tokens are
-sampled in `step`.
+prompt is prefilled once for all its completions. The last token of a prompt is left out, because
+this token is the first input of decoding. So prefill needs neither the output head nor sampling,
+and all tokens are sampled in `step`.
 
 Read next: sampler.py (how a token is sampled), graphs.py (the same on a GPU).
 """
@@ -41,7 +41,7 @@ class Runner:
         tokens: list[int] = []  # [T]
         inputs: list[tuple[int, Any]] = []  # as in PackedBatch
         for c in {id(c.start): c for c in waiting}.values():
-            # counted with the last token of each prompt
+            # the count includes the last token of each prompt
             if prompts and len(tokens) + len(prompts) + len(c.start) > PREFILL_TOKENS:
                 break
             if c.sample.prompt.inputs is not None:

@@ -156,7 +156,7 @@ def empty_model(folder: Path, kind: type[Decoder] = Decoder) -> Decoder:
         torch.device("meta"),
     ):
         model = kind.from_config(raw, str(where))
-    # other models are saved in float32, because float16 cannot represent every master weight
+    # all other models are saved in float32; float16 cannot represent every master weight
     if raw.get("dtype", raw.get("torch_dtype")) == "bfloat16":
         model.saved_dtype = torch.bfloat16
     return model
@@ -182,9 +182,9 @@ def load_model(
 @contextlib.contextmanager
 def atomic_folder(final: Path) -> Iterator[Path]:
     """Yield a folder to write into, and rename it to `final` at the end. If the process crashes or
-    an exception is raised before that, `final` does not change.
+    an exception is raised before the end, `final` does not change.
 
-    An existing folder is never replaced. If it has any content, this raises UserError.
+    An existing folder with any content is never replaced, but causes a UserError.
     """
     final = final.absolute()  # "." has no name
     temporary = final.with_name(f".{final.name}.tmp")

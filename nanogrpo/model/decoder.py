@@ -40,8 +40,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class Linear(nn.Linear):
     """nn.Linear, but faster for large float32 matrix products on a CPU (kernels/linear.py).
 
-    The weights of an engine rarely change, so it may replace `product` with a function that
-    prepares them once.
+    The weights of an engine rarely change, so an engine may replace `product` with a function that
+    prepares the weights once.
     """
 
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(linear)
@@ -191,7 +191,7 @@ class Decoder(nn.Module):
     """
 
     saved_dtype = torch.float32  # dtype of the checkpoints, set by checkpoint.empty_model
-    # A context in which the model acts as its own frozen reference model, if it can.
+    # A context in which the model acts as its own frozen reference model; None: no such context.
     own_reference: Callable[[], AbstractContextManager] | None = None
     sharding: Any = None  # distributed/fsdp.py sets it
 
@@ -216,7 +216,7 @@ class Decoder(nn.Module):
 
     def tie(self) -> None:
         """Make the head and the embedding share one parameter if the config says so. Call this
-        again after `to_empty`, which separates the two.
+        method again after `to_empty`, which separates head and embedding.
         """
         if self.cfg.tie_word_embeddings:
             # nn.Embedding declares its weight as a Tensor

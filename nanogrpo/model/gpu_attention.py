@@ -18,8 +18,8 @@ from nanogrpo.model.sdpa import Backend, Bounds, sdpa
 
 @functools.cache
 def varlen_function() -> Callable[..., Any]:
-    """Return torch's function with support for grouped queries. In torch 2.11, this support is
-    always on; later versions need an argument to turn it on.
+    """Return torch's function with support for grouped queries. In torch 2.11, support for grouped
+    queries is always on. In later versions of torch, an argument turns it on.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -37,8 +37,8 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, at: Bounds) -> Tensor:
 
 
 def deterministic() -> bool:
-    """Return whether backward passes must be deterministic. As in torch's own attention, they need
-    not be if torch is set to warn only.
+    """Return whether backward passes must be deterministic. As in torch's own attention, the passes
+    need not be deterministic if torch is set to warn only.
     """
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     return torch.are_deterministic_algorithms_enabled() and not warn_only
@@ -72,6 +72,7 @@ def backend(device_type: str, dtype: torch.dtype, size: int = 128) -> Backend:
         from flash_attn.cute import flash_attn_varlen_func  # noqa: F401 (is it installed?)
     except ImportError:
         return varlen
-    # Version 4 has no backward pass for older GPUs, and no deterministic one for 12.x.
+    # flash-attn 4 has no backward pass for GPUs below compute capability 9.
+    # flash-attn 4 has no deterministic backward pass for capability 12.
     new = torch.cuda.get_device_capability()[0] in (9, 10, 11)
     return flash if new and size <= 128 else varlen

@@ -18,8 +18,8 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
 }
-# These fields can change what transformers computes.
-# The decoder supports only this value of each field, or null.
+# Fields that can change what transformers computes.
+# The decoder supports only the value given here for each field, or null.
 NEUTRAL: dict[str, Any] = {
     "hidden_act": "silu",
     "use_sliding_window": False,
@@ -81,7 +81,7 @@ class ModelConfig:
         # transformers 5 writes rope_parameters, but reads the older rope_scaling first.
         angles = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
         for name, neutral in NEUTRAL.items():
-            for fields in raw, angles:  # partial_rotary_factor may be in either
+            for fields in raw, angles:  # partial_rotary_factor may be in `raw` or in `angles`
                 check(where, name, fields.get(name), [neutral, None])
         for layer in raw.get("layer_types") or []:
             check(where, "layer_types", layer, ["full_attention"])

@@ -28,7 +28,9 @@ class Bounds(NamedTuple):
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, at: Bounds) -> Tensor:
-    """Call torch's attention once per sequence. This is exact and, on a CPU, as fast as padding."""
+    """Call torch's attention once per sequence. Separate calls are exact and, on a CPU, as fast as
+    padding.
+    """
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H or K, Tq or Tk, E]
     queries, keys = at.cu_q.diff().tolist(), at.cu_k.diff().tolist()
     out = []

@@ -26,9 +26,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nanogrpo.errors import UserError, read_json, reading
 
-# These files are read when the tokenizer is loaded, and `save` writes them unchanged.
+# The files that are read when the tokenizer is loaded, and that `save` writes unchanged.
 # The tokenizer itself uses only the first five files and chat_template.json.
-# The other files are for the slow tokenizers and the processors of transformers.
+# The other files in this list are for the slow tokenizers and the processors of transformers.
 FILES = """
     tokenizer.json tokenizer_config.json chat_template.jinja generation_config.json
     special_tokens_map.json added_tokens.json vocab.json merges.txt
@@ -156,8 +156,8 @@ class Tokenizer:
         return read_json(path) if os.path.lexists(path) else {}
 
     def _stops(self) -> list[int]:
-        """Return the ids of the end tokens. The tokenizer's own is the first. The others are listed
-        in generation_config.json, or else in config.json.
+        """Return the ids of the end tokens. The tokenizer's own end token is the first. All other
+        end tokens are listed in generation_config.json, or else in config.json.
         """
         own = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
         more = self._json("generation_config.json").get("eos_token_id")

@@ -3,8 +3,8 @@
 In: a model, full or sharded over the ranks. Out: the parameters that a checkpoint contains, or the
 full tensors. Engines, checkpoints and the memory estimate all use these functions.
 
-Some layers (none in the core) do not store their weight as one parameter. Such a layer defines some
-of these attributes:
+A layer that does not store its weight as one parameter (the core has none) defines some of these
+attributes:
 
     `internal` contains the names of the parameters that are not in checkpoints.
     `full_weight()` returns the full matrix that the layer computes with.
@@ -24,7 +24,7 @@ class Stored(Protocol):
     """The object that receives a checkpoint's weight in a layer with its own storage format."""
 
     shape: torch.Size
-    dtypes: tuple[str, ...]  # further dtypes that it accepts, named as in safetensors
+    dtypes: tuple[str, ...]  # further accepted dtypes, named as in safetensors
 
     def fill(self, source: Any) -> None: ...
 
@@ -62,10 +62,10 @@ def full_parameters(model: nn.Module, computed: bool = False) -> Iterator[tuple[
     Under FSDP2, every rank must iterate to the end, because shards are gathered by collectives. By
     default, the tensors are the master weights, gathered one by one. With `computed`, FSDP gathers
     each unit in one collective, on the device and in the dtype of training. The values are then
-    exactly those that the model computes with. Each of these tensors is valid only until the next
-    tensor is requested.
+    exactly the values that the model computes with. Each of these tensors is valid only until the
+    next tensor is requested.
     """
-    names = dict(parameters(model))  # without a tied parameter's second name
+    names = dict(parameters(model))  # lists a tied parameter only once
 
     def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
         unit: Any = module if computed and hasattr(module, "unshard") else None  # an FSDPModule

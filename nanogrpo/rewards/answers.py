@@ -26,7 +26,7 @@ FORMULA = re.compile(
     r"|\\\(((?:(?!\\\)).){1,500})\\\)|\\\[((?:(?!\\\]).){1,500})\\\]",
     re.DOTALL,
 )
-# This matches the text before a formula that is the answer, including the formula's delimiter.
+# The text before a formula that is the answer, including the formula's delimiter.
 ANSWER_IS = re.compile(
     r"answer(?:(?!\bnot\b|\\[(\[])[^$]){0,50}(?:\$\$?|\\[(\[])?\Z", re.IGNORECASE
 )
@@ -36,7 +36,7 @@ BARE = re.compile(
     r"((?=[^$\n]{0,50}\\[a-z])(?:(?!\.(?:\s|\Z))[^$\n]){1,300})",
     re.IGNORECASE,
 )
-# These match the text between two answers that belong together: "or", or ", and maybe x =".
+# The text between two answers that belong together, such as "or", or ", and maybe x =".
 JOIN = re.compile(r"(?:[,;/&]|or|and|alternatively)+")
 FILLER = re.compile(
     r"</?answer>|\\(?:boxed|fbox|text|mathrm)\b|\\[,;!]|[\s$*~.!\\(){}\[\]]|\b[a-z]\s*="
@@ -73,8 +73,8 @@ def extract_reference(*texts: str) -> str:
     """Return the reference answer in a record's `solution`, `answer`, or both.
 
     If the first text marks no answer by a box, a tag or a number after ####, the shorter text is
-    used. If that text marks no answer either, but contains both words and formulas in delimiters,
-    its last formula is the answer. Otherwise the full text is the answer.
+    used. If the shorter text marks no answer either, but contains both words and formulas in
+    delimiters, its last formula is the answer. Otherwise the full text is the answer.
     """
     marked = _boxes(texts[0]) or re.search("</answer>|####[^a-zA-Z]*[0-9]", texts[0])
     text = texts[0] if marked else min(texts, key=len)
@@ -277,14 +277,14 @@ TRIMMING = re.compile(
     r"(?<=[a-z]) ?(?:\^ ?\{? ?-?\d ?\}?|squared|cubed)|[.']|\b(?:in|degrees) (?=\w)"
 )
 # Words after a number usually name what is counted.
-# But these words and digits change the number or make it uncertain.
+# But the words and digits in NO_UNIT change the number or make the number uncertain.
 NO_UNIT = re.compile(
     r"\A_|\A or\b|\d|\b(?:or (?:more|less|fewer|so)|not|if|but|maybe|perhaps|possibly|squared|cubed"
     r"|doubled|tripled|halved|factorial|to the power"
     r"|(?:plus|minus|times|to|point|and|over|by) (?:a )?"
     rf"(?:half|{DIGITS.replace(' ', '|')})|{'|'.join(SCALES)})\b(?!-)"
 )
-# This separates the unit and the rate, as in "18 dollars per day".
+# The text between a unit and its rate, such as "per" in "18 dollars per day".
 RATE = r"/|\b(?:per|an?|each|every)\b"
 # Text after a number that is not a unit, but the rest of a formula or another number.
 ALGEBRA = re.compile(

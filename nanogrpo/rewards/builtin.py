@@ -77,7 +77,7 @@ def format_reward(completions: list, **kwargs) -> list[float]:
 def text_of(completion: str | list[dict]) -> str:
     if isinstance(completion, str):
         return completion
-    thought = completion[-1].get("reasoning_content")  # some templates separate it
+    thought = completion[-1].get("reasoning_content")  # some templates store it separately
     return f"<think>{thought}</think>" * bool(thought) + completion[-1]["content"]
 
 
@@ -108,7 +108,7 @@ def load_function(spec: str) -> Callable:
     if is_users(spec):
         return plugin.load_reward(spec)
     name, arguments = plugin.split_arguments(spec)
-    function = BUILT_IN.get(name.removesuffix("_reward"))  # TRL's names have this suffix
+    function = BUILT_IN.get(name.removesuffix("_reward"))  # the suffix of TRL's names
     if function is None:
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
         if "." in name:  # as in TRL's command line

@@ -21,8 +21,8 @@ The keyword arguments are lists of length B, except for the last three:
     `log_extra(column, B values)` adds a column to the completions table.
     `log_metric(name, number)` adds a metric, which is averaged over the calls of a step.
 
-An `async def` function is awaited on an event loop that exists until the process ends. The loop has
-its own thread, because a notebook already runs another event loop in the main thread.
+An `async def` function is awaited on an event loop that exists until the process ends. The event
+loop has its own thread, because a notebook already runs another event loop in the main thread.
 """
 
 import asyncio
@@ -53,8 +53,9 @@ class TrainerState(NamedTuple):
 
 @contextlib.contextmanager
 def users_code() -> Iterator[None]:
-    """Run the user's code. If it forks, a child must not return into the loop: it would become a
-    second trainer. So it ends where it leaves this block, with the status of a program.
+    """Run the user's code. If this code forks, the child process must not return into the training
+    loop, because the child would become a second trainer. So the child exits when it leaves this
+    block.
     """
     me, status = os.getpid(), 1
     try:

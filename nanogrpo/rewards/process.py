@@ -26,7 +26,7 @@ import sys
 import time
 import weakref
 from collections.abc import Sequence
-from json import dumps, loads  # the user's code may replace those of the module
+from json import dumps, loads  # the user's code may replace json.dumps
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -64,7 +64,7 @@ class RewardProcess:
     def start(self) -> None:
         """Start the process and wait for its imports. Raises UserError if they fail."""
         self.connection, theirs = Pipe()
-        # `poll` limits the wait for the first byte of an answer; these options limit the rest.
+        # `poll` limits the wait for the first byte of an answer; the socket options limit the rest.
         with socket.socket(fileno=os.dup(self.connection.fileno())) as own:
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 own.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", IMPORT_TIMEOUT, 0))
@@ -112,7 +112,7 @@ class RewardProcess:
         try:
             self.connection.send_bytes(data)
             if not self.connection.poll(timeout):
-                self.process.send_signal(signal.SIGUSR1)  # it prints where it hangs
+                self.process.send_signal(signal.SIGUSR1)  # it then prints where it hangs
                 time.sleep(0.05)
                 self.kill()
                 raise CallLost(f"{what} gave no answer within {timeout:.3g} s")

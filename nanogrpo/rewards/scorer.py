@@ -145,7 +145,7 @@ class Scorer:
             terms = [self.weights[name] * r for name, r in sample.rewards.items() if r is not None]
             sample.reward = sum(terms) if terms else None
             if sample.conversation is not None:
-                sample.conversation.arguments = {}  # no longer needed, and may not be picklable
+                sample.conversation.arguments = {}  # not needed now, and perhaps not picklable
 
     def metrics(self, gather: Callable[[Any], list]) -> dict[str, float]:
         """Return the number of lost prompts and the means of log_metric since the last call.
@@ -183,7 +183,7 @@ def _arguments(samples: Sequence[Sample], state: TrainerState) -> tuple[dict, di
     """
 
     def columns(of: list[dict]) -> dict[str, list]:
-        names = dict.fromkeys(itertools.chain(*of))  # in order of appearance
+        names = dict.fromkeys(itertools.chain(*of))  # in the order of first appearance
         return {name: [each.get(name) for each in of] for name in names}
 
     arguments = dict(

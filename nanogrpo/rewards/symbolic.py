@@ -6,11 +6,11 @@ runs in.
 
 A completion may contain any expression. Algebra on some expressions, such as 10^{10^{10}} or
 9!!!!!, never ends or needs too much memory. So math-verify runs in its own process. For each pair,
-the operating system limits this process to SECONDS of processor time and MEMORY bytes. If the
-process exceeds the time limit, it is killed, even inside C code. The pair then counts as different,
-and the next pair starts a new process. Math-verify's own time limit is not used. It depends on
-signals, which work only in a main thread. It also measures wall-clock time, so the load of the
-machine could change a verdict.
+the operating system limits this process to SECONDS of processor time and MEMORY bytes. A process
+that exceeds the time limit is killed, even inside C code. The pair then counts as different, and
+the next pair starts a new process. Math-verify's own time limit is not used, for two reasons.
+Math-verify's limit depends on signals, which work only in a main thread. Math-verify's limit also
+measures wall-clock time, so the load of the machine could change a verdict.
 """
 
 import contextlib

@@ -5,8 +5,8 @@ GRPO does not need. The class adds a route, `GET /nanogrpo`, which describes the
 trainer. Web pages cannot use the server, because no browser adds the secret by itself.
 
 vLLM's own `--api-key` leaves the weight routes open, and some of its development routes
-(collective_rpc, server_info, profiling) should not be reachable by anyone. This class is passed to
-vLLM by serve.py. Read next: client.py.
+(collective_rpc, server_info, profiling) should not be reachable by anyone. serve.py passes this
+class to vLLM. Read next: client.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import hmac
 import json
 import os
 
-# The environment variable with the secret. The secret must not be on a command line:
-# other users of the machine can read command lines.
+# The environment variable with the secret.
+# The secret must not be on a command line, which other users of the machine can read.
 SECRET = "NANOGRPO_SECRET"
 
 INFO, CONNECT = "/nanogrpo", "/init_weight_transfer_engine"

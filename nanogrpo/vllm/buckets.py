@@ -140,7 +140,7 @@ class BroadcastGroup:
             master_listen_fd=sock.detach() if sock else None,  # the store closes it
         )
         self.store = dist.PrefixStore(info.group, store)
-        # NCCL itself would wait forever for a missing rank. This wait has a timeout.
+        # NCCL itself would wait forever for a missing rank. The wait of the store has a timeout.
         self.store.set(f"rank {rank}", "")
         self.store.wait([f"rank {other}" for other in range(info.size)])
         self.device = device
@@ -163,8 +163,8 @@ class BroadcastGroup:
 
     def broadcast(self, bucket: Tensor) -> None:
         """Copy the trainer's bucket, [size] uint8 on the group's device, into the buckets of all
-        workers. Raises RuntimeError after the timeout, or if a peer is gone. After that, the group
-        cannot be used again.
+        workers. Raises RuntimeError after the timeout, or if a peer is gone. After an error, the
+        group cannot be used again.
         """
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
@@ -189,7 +189,7 @@ def _nccl(store: dist.Store, rank: int, size: int) -> Any:
 
     A group has a watchdog, which ends the process if an operation exceeds the group's timeout or a
     peer dies. The group has no watchdog if TORCH_NCCL_BLOCKING_WAIT is set while the group is
-    created. Instead, `broadcast` has a timeout of its own, and raises.
+    created. Instead of the watchdog, `broadcast` has a timeout, and raises an error after it.
     """
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     try:

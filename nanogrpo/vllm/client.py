@@ -49,8 +49,8 @@ logger = logging.getLogger(__name__)
 HEARTBEAT = 5.0  # seconds between health checks of a server
 PATIENCE = 600.0  # seconds to wait for a server that we cannot restart
 PAUSE = 2.0  # seconds between two attempts to reach a lost server
-# The run ends after this many attempts in a row in which no server finishes a group. More attempts
-# would rarely help: our own server takes a minute to restart, and usually fails like the old one.
+# The run ends after this many attempts in a row in which no server finishes a group.
+# More attempts would rarely help: a restarted server usually fails like the old server.
 ATTEMPTS = 2
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -104,8 +104,8 @@ class VLLMEngine:
         Raises ServerLost if no server accepts the weights. In sleep mode, `wake` sends the weights.
         """
         with self.lock:
-            # Rank 0 may have to wait for the lock. The other ranks wait for rank 0 here:
-            # the collectives that gather the weights have a timeout.
+            # Rank 0 may have to wait for the lock.
+            # The other ranks wait here, because the collectives in `gather` have a timeout.
             self.world.once(lambda: None)
             self.sync.gather(model)
             self.version = version
@@ -179,7 +179,8 @@ class VLLMEngine:
     ) -> list[Sample]:
         """Return this rank's part of the samples that `requested` returns on rank 0.
 
-        Every rank must call it, with its own prompts. An error on rank 0 is raised on every rank.
+        Every rank must call this method, with its own prompts. An error on rank 0 is raised on
+        every rank.
         """
         first = n * sum(self.world.gather(len(prompts))[: self.world.rank])
         mine = self.world.once(requested)[first : first + n * len(prompts)]
@@ -311,7 +312,7 @@ class VLLMEngine:
         server.abort()
 
     def _recover(self) -> None:
-        """Wait until at least one server is alive. Raise ServerLost if that takes too long."""
+        """Wait until at least one server is alive. Raise ServerLost if the wait is too long."""
         with self.lock:
             if any(server.alive for server in self.servers):
                 return

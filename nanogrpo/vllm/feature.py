@@ -1,8 +1,8 @@
 """How vLLM attaches to a run: checks before the start, the engine, and a checkpoint if all servers
 are lost.
 
-In: --engine vllm and its options (options.py). Out: a VLLMEngine. Without --server, it starts a
-server. Read before: nanogrpo/feature.py. Read next: client.py, gpus.py, sleeping.py.
+In: --engine vllm and its options (options.py). Out: a VLLMEngine. Without --server, this feature
+starts a server. Read before: nanogrpo/feature.py. Read next: client.py, gpus.py, sleeping.py.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 class VLLM(Feature):
     def __init__(self) -> None:
-        # Trainer and server may share memory by CUDA IPC. With expandable segments, sharing would
-        # need a system call that most containers forbid.
+        # Trainer and server may share memory by CUDA IPC.
+        # Sharing expandable segments would need a system call that most containers forbid.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
 
     def settings(self, cfg: Any, inputs: Inputs) -> None:
@@ -43,7 +43,7 @@ class VLLM(Feature):
             )
 
     def engine(self, run: Run) -> VLLMEngine:
-        """Return the engine, without weights. Without --server, a server is started here, which
+        """Return the engine, without weights. Without --server, a new server is started here, and
         ends with the run.
         """
         cfg: Any = run.cfg

@@ -4,9 +4,9 @@ In: --vllm-gpus, and the GPUs of the trainer. Out: the CUDA_VISIBLE_DEVICES of t
 whether it shares a GPU with the trainer; or a UserError for a combination that cannot work.
 
 By default, the server uses the first GPU of the trainer. Weights then pass through the memory of
-that GPU. On other GPUs, weights pass through NCCL, which accepts only one process per GPU. Once a
-server runs, it reports its GPUs itself (`protocol.transport`). Read next: feature.py
-(`own_server`).
+the shared GPU. If the server has other GPUs, weights pass through NCCL, which accepts only one
+process per GPU. Once a server runs, it reports its GPUs itself (`protocol.transport`). Read next:
+feature.py (`own_server`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nanogrpo.vllm.buckets import device_facts
 
 def visible(names: str) -> str:
     """Return CUDA_VISIBLE_DEVICES for a server on these GPUs. names: the GPUs' numbers in this
-    process. They depend on the process's own CUDA_VISIBLE_DEVICES.
+    process. These numbers depend on the process's own CUDA_VISIBLE_DEVICES.
 
     >>> visible("1")  # with CUDA_VISIBLE_DEVICES=4,5 in our environment
     '5'

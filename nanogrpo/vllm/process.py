@@ -19,8 +19,9 @@ from pathlib import Path
 def on_end(pid: int, then: Callable[[], object]) -> None:
     """Call `then` on a thread once process `pid` ends, for whatever reason. Linux only.
 
-    The kernel can also kill a process when its parent ends (distributed/parent.py). But there, the
-    "parent" is the thread that started the process, and that thread may end while the run goes on.
+    The kernel can also kill a process when its parent ends (distributed/parent.py). But for the
+    kernel, the "parent" is the thread that started the process, and this thread may end while the
+    run continues.
     """
     try:
         process = os.pidfd_open(pid)
@@ -43,7 +44,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 def kill_group(leader: int) -> None:
     """Kill the processes of a group, the leader last. Multiprocessing's resource tracker is not
-    killed: it removes the shared memory of the others and then ends.
+    killed: the tracker removes the shared memory of the other processes and then ends.
     """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGCONT)  # a suspended tracker must continue

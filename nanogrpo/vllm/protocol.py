@@ -20,7 +20,7 @@ from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm.server import ServerError
 
-SENTINEL = -9999.0  # vLLM's HTTP layer writes this for a log-prob that is NaN or -inf
+SENTINEL = -9999.0  # vLLM's HTTP layer writes this number for a log-prob that is NaN or -inf
 
 
 @dataclass
@@ -124,11 +124,11 @@ def body(prompt: Prompt, n: int, params: SamplingParams, step: int) -> dict:
 
 
 def pictures(prompt: Prompt, label: str) -> dict:
-    """Return the fields of the request that are different if the prompt has pictures.
+    """Return the fields of the request that pictures in the prompt change.
 
-    vLLM gets each picture in the size that the model sees, so that vLLM does not resize it
-    differently. The server repeats the image token as often as needed. The name of a picture
-    contains the label of the weights, so the encoder's results with older weights are never reused.
+    vLLM gets each picture in the size that the model sees, so vLLM does not resize the picture. The
+    server repeats the image token as often as needed. The name of a picture contains the label of
+    the weights, so the encoder's results with older weights are never reused.
     """
     if not prompt.inputs:
         return {}

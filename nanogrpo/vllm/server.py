@@ -39,8 +39,9 @@ logger = logging.getLogger(__name__)
 
 STARTUP = 1800.0  # seconds for a server of our own to load its model
 
-# An exception in a server's log, and one more line if it belongs to the message. An example is
-# "(Worker pid=7) ERROR 11-22 04:43:15 [core.py:1750] ValueError: no memory", or only its end.
+# An exception in a server's log, and one more line if it belongs to the message.
+# For example, "(Worker pid=7) ERROR 11-22 04:43:15 [core.py:17] ValueError: no memory".
+# The text before the name of the exception may be missing.
 EXCEPTION = re.compile(
     r"^(?:\([\w-]+ pid=\d+\) )?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]+\] )?"
     r"((?:\w+\.)*\w*(?:Error|Exception)\b.*(?:\n(?:\([\w-]+ pid=\d+\) )? +\S.*)?)",
@@ -48,7 +49,7 @@ EXCEPTION = re.compile(
 )
 # The message of an exception that was raised because another process had failed.
 REFERS = re.compile("root cause|stack trace|Engine core initialization failed", re.IGNORECASE)
-DEATH = "EngineCore encountered an issue"  # the HTTP process answers this if the engine has died
+DEATH = "EngineCore encountered an issue"  # the HTTP process sends this text if the engine has died
 
 
 class ServerError(Exception):
@@ -85,8 +86,8 @@ class Server:
         self.sidecar = sidecar
         self.headers = {"Content-Type": "application/json", "Authorization": f"Bearer {secret}"}
         # State, set by client.py and sync.py:
-        self.alive = False  # whether it is connected, has current weights, and gets requests
-        self.answers = True  # whether it answered the last heartbeat
+        self.alive = False  # whether the server is connected, has current weights and gets requests
+        self.answers = True  # whether the server answered the last heartbeat
         self.version = -1  # version of the weights that the server received last
         self.problem: Exception | None = None  # why it was lost
         # the connection for weights, if these are broadcast
@@ -150,15 +151,15 @@ class Server:
     def abort(self) -> None:
         """End all requests in progress in other threads, which then raise ServerError."""
         for connection in [*self.open]:
-            with contextlib.suppress(OSError, AttributeError):  # it may have just ended
+            with contextlib.suppress(OSError, AttributeError):  # the connection may have just ended
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 def root_cause(text: str) -> str:
     """Return the message of the exception that ended a server, from its log, or "".
 
-    vLLM consists of several processes. If a process fails, it logs its exception. Each
-    process that depends on the first one then logs another exception, which refers to the first.
+    vLLM consists of several processes. If a process fails, it logs its exception. Each process that
+    depends on the failed process then logs another exception, which refers to the first exception.
     """
     found = [message for message in EXCEPTION.findall(text) if not REFERS.search(message)]
     return re.sub(r"\n(\([\w-]+ pid=\d+\))? +", " ", found[-1])[:300] if found else ""
@@ -193,8 +194,8 @@ class Sidecar:
     def start(self, timeout: float, over: threading.Event) -> Server:
         """Start the process and wait until it is healthy. timeout: for requests to it.
 
-        Raises UserError if the process ends, or does not become healthy in time. Also raises it if
-        `over` or a signal asks the run to stop in the meantime.
+        Raises UserError if the process ends, or does not become healthy in time. Also raises
+        UserError if `over` or a signal asks the run to stop in the meantime.
         """
         self.kill()
         # While this socket is bound, no other process gets the port by chance.
@@ -233,7 +234,7 @@ class Sidecar:
                     stdout=output,
                     stderr=output,
                     env=os.environ | variables,
-                    start_new_session=True,  # a process group, so its workers can be killed too
+                    start_new_session=True,  # a process group, so that workers can be killed, too
                 )
             except OSError as e:
                 raise UserError(

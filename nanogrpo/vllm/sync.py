@@ -11,10 +11,10 @@ With sleep mode, the server has no weights and no KV cache while the trainer tra
 
 All gathers end before the first send, because NCCL can deadlock if two ranks use the same two
 communicators at the same time. Sends to several servers may overlap, because their communicators
-share only rank 0. Rank 0 has to store a full copy of the model. In return, it can send the same
+share only rank 0. Rank 0 has to store a full copy of the model. In return, rank 0 can send the same
 weights again when a server restarts, even after the model has changed. Nothing here waits forever:
-the broadcast, on a daemon thread, has a timeout, and so has the HTTP request of the caller's
-thread. Read before: buckets.py.
+the broadcast on a daemon thread has a timeout, and the HTTP request on the caller's thread has a
+timeout, too. Read before: buckets.py.
 Read next: worker.py (the other end), client.py (the caller).
 """
 
@@ -91,7 +91,9 @@ class WeightSync:
         self.checksums = [checksum(bucket) for bucket in self.buckets]
 
     def connect(self, server: Server, transport: str, workers: int) -> None:
-        """Tell a server the layout and transport of the buckets. workers: how many it has."""
+        """Tell a server the layout and transport of the buckets. workers: the server's number of
+        workers.
+        """
         self.disconnect(server)
         info: dict[str, Any] = {
             "transport": transport,
@@ -102,7 +104,7 @@ class WeightSync:
         if transport == "memory":
             server.post(CONNECT, {"init_info": info | {"handles": self.shared.handles()}})
             return
-        # without this socket, torch's store would listen on every network interface
+        # torch's store gets this socket, or else it would listen on every network interface
         sock = listen(server.reached_from)
         info |= {"address": server.reached_from, "port": sock.getsockname()[1]}
         info |= {"group": secrets.token_hex(8), "size": 1 + workers}
@@ -119,9 +121,9 @@ class WeightSync:
     def send(self, server: Server, version: int, wake: bool = False) -> None:
         """Send the buckets to a connected server, as `version`.
 
-        After a ServerError the server must be connected again. Requests in progress are paused,
-        keep their KV cache, and continue with the new weights. New requests never reuse prefixes
-        that were cached with older weights, because the prefix cache is salted (see client.py).
+        After a ServerError, `connect` must be called again. Requests in progress are paused, keep
+        their KV cache, and continue with the new weights. New requests never reuse prefixes that
+        were cached with older weights, because the prefix cache is salted (see client.py).
 
         wake: the server uses sleep mode, and may be asleep.
         """
@@ -174,5 +176,5 @@ def on_thread(call: Callable[[], Any]) -> Future:
 def _result(future: Future, server: Server) -> Any:
     try:
         return future.result()  # the call has its own timeout
-    except Exception as e:  # torch.distributed raises many kinds
+    except Exception as e:  # torch.distributed raises many kinds of errors
         raise ServerError(f"the broadcast to {server.url} failed: {e}") from e

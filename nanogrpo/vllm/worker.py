@@ -4,7 +4,7 @@ internals.
 In: buckets of checkpoint tensors (buckets.py), by broadcast or by shared memory. Out: these weights
 in vLLM's model, fused, sharded or packed as its kernels need them. Every worker of vLLM imports
 this file before it loads the model (`--worker-extension-cls`, see serve.py). The trainer never
-imports it. These methods are called by vLLM for the routes of the same names:
+imports it. vLLM calls these methods for the routes of the same names:
 
     init_transfer_engine     once per trainer: join the group, or map the memory
     start_weight_update      does nothing: weights stay usable until the first bucket arrives
@@ -90,7 +90,7 @@ class Transfer(WeightTransferEngine):
             # after the return, the trainer may overwrite shared buckets
             torch.cuda.synchronize(self.device)
 
-    receive_weights = update_weights  # vLLM only calls `update_weights`, but requires both
+    receive_weights = update_weights  # vLLM calls only `update_weights`, but requires both methods
 
     def _repack_tied_head(self) -> None:
         """Refresh the packed copy of the head that vLLM uses on a CPU.
@@ -125,8 +125,8 @@ class Extension:
 def end_with(server: int) -> None:
     """Kill this worker, and the engine process that started it, when process `server` ends.
 
-    When its HTTP server is killed, vLLM 0.32.0 leaves both processes running, with all their
-    memory.
+    When its HTTP server is killed, vLLM 0.32.0 leaves the worker and the engine process running,
+    with all their memory.
     """
     parent = os.getppid()
 
