@@ -71,10 +71,11 @@ def train(run: Run) -> None:
 
             # a user's function may have turned gradients off
             with clock("train"), torch.enable_grad():
-                # `pack` may move samples between ranks, and computes the log-probs that the loss
-                # needs. It yields the micro-batches of each optimizer step; `last` marks the last.
-                # --steps-per-generation splits the samples into several lists.
-                # --num-iterations repeats all lists. Both options are 1 by default.
+                # `pack` may move samples between ranks, and computes log-probs for the loss.
+                # `pack` yields the micro-batches of each optimizer step.
+                # `last` marks the last micro-batch of an optimizer step.
+                # With --steps-per-generation, the samples are split into several lists.
+                # With --num-iterations, all lists are repeated. Both options are 1 by default.
                 # Samples with advantage 0 have no gradient and are left out, unless beta > 0.
                 # The tokens of these samples still count in the weight below.
                 for batches in pack(run, samples, generation, step):
@@ -82,15 +83,15 @@ def train(run: Run) -> None:
                         # The loss is Σ weight · (-min(ratio·A, clip(ratio)·A) + beta·KL).
                         # The sum is over the completion tokens; ratio = policy / old policy.
                         # See `policy_terms` in kernels/reference/policy.py.
-                        # `objective` returns a function that computes this loss and its gradient
-                        # from the hidden states and the output matrix.
-                        # The model calls this function instead of returning logits.
+                        # `objective` returns a function of the hidden states and the output matrix.
+                        # This function computes the loss and its gradient.
+                        # The model calls the function instead of returning logits.
                         #
                         # By default, beta is 0, and the weight is the same for all tokens:
                         # 1 / (completion tokens of the optimizer step over all ranks).
                         # By default, a step of this loop also makes only one optimizer step.
-                        # Then every ratio is 1, nothing is clipped,
-                        # and the gradient is that of -A · log π.
+                        # Then every ratio is 1, and nothing is clipped.
+                        # The gradient is then that of -A · log π.
                         out = model.forward_strip(batch, objective(batch, cfg, run.features))
                         # Sums gradients over micro-batches and ranks.
                         fsdp.backward(model, out.loss, world, last)
@@ -111,7 +112,7 @@ def train(run: Run) -> None:
                 break
 
 
-@torch.inference_mode(False)  # a caller may have turned it on
+@torch.inference_mode(False)  # a caller may have turned inference mode on
 def start(cfg: Config, given: Given = NOTHING) -> Path:
     """Check the options, then train, in one process or in all processes that torchrun started.
     Return the output folder.
@@ -122,7 +123,7 @@ def start(cfg: Config, given: Given = NOTHING) -> Path:
     features = attach(cfg, given)  # optional parts (nanogrpo/extras/attach.py)
     with join(cfg) as world, stoppable(), output.claimed(cfg, world):
         inputs = load(cfg, world, features, given)  # everything but the weights
-        settle(inputs)  # sets max_steps; on a GPU, a feature also sets the token budget and others
+        settle(inputs)  # sets max_steps; on a GPU, a feature also sets the token budget and more
         train(setup(inputs))
     return Path(cfg.output_dir)
 

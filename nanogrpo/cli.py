@@ -30,7 +30,7 @@ C = TypeVar("C", bound=Config)
 Options = dict[str, Any]  # by name
 
 SUMS = Path(__file__).parent / "data" / "sums"  # a tiny model that adds and subtracts
-# The preset of --profile debug. It tests a code change in seconds on two CPU cores.
+# The preset of --profile debug. This preset tests a code change in seconds on two CPU cores.
 # Every part of the loop runs: sampling, training, evaluation, checkpoints, logs.
 # The run is too short to learn much; use `make demo` to see a model learn.
 DEBUG: Options = {
@@ -38,7 +38,7 @@ DEBUG: Options = {
     "data": (f"{SUMS}/train.jsonl",),
     "eval_data": (f"{SUMS}/held_out.jsonl",),
     "output_dir": "runs/debug",
-    "overwrite_output_dir": True,  # because the command is run again after each code change
+    "overwrite_output_dir": True,  # the preset is run again after each code change
     "max_steps": 4,
     "num_generations": 8,
     "generation_batch_size": 32,
@@ -171,8 +171,8 @@ def parse(
 def _over(lower: Options, upper: Options) -> Options:
     """Merge two layers of options. An option in `upper` overrides the same option in `lower`.
 
-    If `upper` sets the epochs or the steps, both are dropped from `lower`, because either of them
-    sets the run's length.
+    If `upper` sets the epochs or the steps, both are dropped from `lower`, because both options set
+    the length of the run.
     """
     length = {"num_train_epochs", "max_steps"}
     dropped = length if any(upper.get(name) for name in length) else set()
@@ -180,7 +180,7 @@ def _over(lower: Options, upper: Options) -> Options:
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:
-    """Return the message for an unknown option. It suggests the most similar known option."""
+    """Return the message for an unknown option, which suggests the most similar known option."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     advice = f"use {near[0]}, or see --help" if near else "see --help for the options"
     return f"{name} is not an option: {advice}."

@@ -40,15 +40,15 @@ def option(default: Any, help: str, *limits: str, **rules: Any) -> Any:
 
     Limits are written as "> 0" or "<= 1". `choices` lists the allowed values. `required` makes the
     option mandatory; its text is the advice in the error message. `needs` says when this option has
-    an effect: only if another option is set ("eval_steps"), or only if it has one of some values
-    ("loss_type=dapo|grpo"). `group` starts a new section of `--help`. `words` maps other spellings
-    of a value, such as TRL's true and false, to ours.
+    an effect: only if another option is set ("eval_steps"), or only if another option has one of
+    some values ("loss_type=dapo|grpo"). `group` starts a new section of `--help`. `words` maps
+    other spellings of a value, such as TRL's true and false, to ours.
     """
     return field(default=default, metadata={"help": help, "limits": limits, **rules})
 
 
 # An option that may differ when a run is resumed.
-# It does not change the run's result, except for rounding.
+# Such an option does not change the run's result, except for rounding.
 free_option = functools.partial(option, free=True)
 
 
@@ -324,28 +324,28 @@ class Config:
 
     @property
     def slots(self) -> int:
-        """max_concurrent, or 64 if it is not set. On a GPU, a feature sets it according to
-        free memory.
+        """max_concurrent, or 64 if max_concurrent is not set. On a GPU, a feature sets
+        max_concurrent according to free memory.
         """
         return self.max_concurrent or 64
 
     @property
     def strip_tokens(self) -> int:
-        """token_budget, or 16,384 if it is not set. On a GPU, a feature sets it according to
-        free memory.
+        """token_budget, or 16,384 if token_budget is not set. On a GPU, a feature sets token_budget
+        according to free memory.
         """
         return self.token_budget or 16384
 
     @property
     def checkpointing(self) -> str:
-        """gradient_checkpointing, with none for auto. On a GPU, a feature replaces auto according
-        to free memory.
+        """gradient_checkpointing, with "none" for "auto". On a GPU, a feature replaces "auto"
+        according to free memory.
         """
         return "none" if self.gradient_checkpointing == "auto" else self.gradient_checkpointing
 
     @property
     def upper_epsilon(self) -> float:
-        """epsilon_high, or epsilon if it is not set."""
+        """epsilon_high, or epsilon if epsilon_high is not set."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     def problems(self) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Errors that report a user's mistake, in the config, the data, a checkpoint or a server address.
 
-The message of a `UserError` is one sentence. It names the option, or the file and line, and says
-what to do. `train.py` and `serve.py` print the message without a traceback and exit with status 2.
-Every other exception is a bug in nanogrpo and propagates with its traceback.
+The message of a `UserError` is one sentence. The message names the option, or the file and line,
+and says what to do. `train.py` and `serve.py` print the message without a traceback and exit with
+status 2. Every other exception is a bug in nanogrpo and propagates with its traceback.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2
 class UserError(Exception):
     """An error whose message is one sentence: what is wrong, where, and what to do about it.
 
-    Its text may contain the text of a user's exception, and so what a model wrote. Control
-    characters in it are replaced, because a terminal would interpret them.
+    The message may quote a user's exception, which may quote what a model wrote. Control characters
+    in the message are replaced, because a terminal would interpret them.
     """
 
     def __str__(self) -> str:
@@ -44,12 +44,12 @@ def reading(
     """
     try:
         yield
-    # the last three end the program or a generator, so they do not report a damaged file
+    # the last three exceptions end the program or a generator, and do not report a damaged file
     except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as e:  # see above
         reason = first_sentence(e)
-        if isinstance(e, LookupError | TypeError):  # its message is often only a name
+        if isinstance(e, LookupError | TypeError):  # such a message is often only a name
             reason = f"{type(e).__name__}: {reason}"
         where = what() if callable(what) else what
         raise UserError(f"{where} {problem} ({reason}): {advice}.") from e
@@ -68,11 +68,11 @@ def read_json(path: Path) -> dict:
 
 
 def unwritten(path: Path, error: BaseException) -> UserError:
-    """Return the error of a file or folder that could not be written. It says "make room" only if
-    that would help.
+    """Return the error of a file or folder that could not be written. The message says "make room"
+    only if more room would help.
     """
     reason = first_sentence(error)
-    # "enforce fail": torch wrote less than it should
+    # "enforce fail": torch wrote fewer bytes than it should
     full = re.search("No space|quota exceeded|too large|enforce fail", reason)
     room = "make room or " * bool(full)
     return UserError(

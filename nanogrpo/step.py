@@ -148,7 +148,7 @@ def add_logps(run: Run, batches: Sequence[PackedBatch]) -> None:
     log-probs under the reference model, for the KL.
     """
     cfg, off_policy = run.cfg, run.cfg.updates_per_step > 1
-    for batch in batches if off_policy or run.ref_model else ():  # else build no batches here
+    for batch in batches if off_policy or run.ref_model else ():  # builds no batches if not needed
         if off_policy and batch.old_logp is None:
             batch.old_logp = logp(run.model, batch, cfg)
         if run.ref_model:

@@ -3,8 +3,8 @@
 This module imports nothing from nanogrpo, and every folder uses it. Read next: grpo/loss.py (what
 is computed from these types), grpo/packing.py (how samples become batches).
 
-These letters are the dimensions in the shape comments of nanogrpo/. In kernels/, N is the number of
-rows of logits, and C the number of rows in a chunk.
+The letters below are the dimensions in the shape comments of nanogrpo/. In kernels/, N is the
+number of rows of logits, and C the number of rows in a chunk.
 
 T tokens of a strip (one rank's part of a micro-batch) · N sequences in the strip · M completion
 tokens in the strip that are trained on · D hidden · H query heads · K key/value heads · E head size
@@ -36,8 +36,8 @@ class Prompt:
     token_ids: list[int]  # after the chat template
     # all other columns of the data set, which reward functions receive
     columns: dict = field(default_factory=dict)
-    # Only features set these two. max_tokens: the maximum number of completion tokens; None:
-    # SamplingParams.max_tokens
+    # Only features set max_tokens and inputs. max_tokens: the maximum number of completion tokens;
+    # None: SamplingParams.max_tokens
     max_tokens: int | None = None
     # inputs of the model other than tokens; None: there are none
     inputs: Any = None
@@ -82,7 +82,7 @@ class Sample:
 
     @property
     def model_token_indices(self) -> Sequence[int]:
-        """The indices of the tokens that the model sampled. Only these can be trained on."""
+        """The indices of the tokens that the model sampled. Only these tokens can be trained on."""
         if self.is_model_token is None:
             return range(len(self.token_ids))
         return [i for i, from_model in enumerate(self.is_model_token) if from_model]
@@ -158,7 +158,7 @@ class PackedBatch:
     weight: Tensor
     sampling_logp: Tensor  # [M] float32: the engine's log-prob
     # [M] float32: the log-prob under the policy that sampled; None: on policy, so the ratio is 1.
-    # The trainer computes it before the first update, unless a feature has set it.
+    # The trainer computes old_logp before the first update, unless a feature has set it.
     old_logp: Tensor | None = None
     # [M] float32: the log-prob under the reference model; None: beta is 0
     ref_logp: Tensor | None = None

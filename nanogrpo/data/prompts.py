@@ -285,9 +285,9 @@ def _order(count: int, n: int, seed: int, epoch: int) -> np.ndarray:
     tail from the new epoch. With independent permutations, such a step could contain a prompt
     twice, and this prompt would have twice the weight. So the first n - tail prompts of the new
     epoch are chosen from the prompts that are not in this tail. All other prompts follow in random
-    order. An epoch's order therefore depends on the order of the previous epoch, and so on. The
-    chain starts at the last epoch that began exactly at the start of a step (at most n epochs
-    back).
+    order. An epoch's order therefore depends on the order of the previous epoch, and so on. This
+    chain of epochs starts at the last epoch that began exactly at the start of a step (at most n
+    epochs back).
     """
     begin = epoch
     while n <= count and begin * count % n:  # with n > count, steps repeat prompts anyway
@@ -295,7 +295,7 @@ def _order(count: int, n: int, seed: int, epoch: int) -> np.ndarray:
     order = _permutation(count, seed, begin)
     for e in range(begin + 1, epoch + 1):
         tail, new = e * count % n, _permutation(count, seed, e)
-        # where `new` has prompts that are not in the tail; n ≤ count, so there are enough
+        # positions in `new` of prompts that are not in the tail; enough, because n ≤ count
         chosen = np.flatnonzero(~np.isin(new, order[count - tail :]))[: n - tail]
         order = np.concatenate([new[chosen], np.delete(new, chosen)])
     return order

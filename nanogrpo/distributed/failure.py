@@ -4,14 +4,14 @@
     On request:   A signal such as Ctrl-C sets the event `asked` on the rank that receives it. At
                   the end of the step, all ranks agree to stop, save and exit.
     On failure:   The failing rank writes its error to a store that all ranks share, and exits.
-                  The other ranks lose their connection to this rank, or torchrun ends them. All
-                  ranks exit with the same status, and only this first error is printed.
+                  The other ranks lose their connection to the failing rank, or torchrun ends them.
+                  All ranks exit with the same status, and only the first error is printed.
     On silence:   A rank that hangs or is suspended does not close its connections. The other ranks
-                  wait for this rank, and fail after --ddp-timeout seconds.
+                  wait for the rank that hangs, and fail after --ddp-timeout seconds.
 
-In: signals and exceptions. Out: the exit status. It is 0 if the run finished or was asked to stop,
-2 after a user's mistake, 1 after a bug or the loss of a process, and 128 + n after a second signal
-n. Read before: world.py.
+In: signals and exceptions. Out: the exit status. The exit status is 0 if the run finished or was
+asked to stop, 2 after a user's mistake, 1 after a bug or the loss of a process, and 128 + n after a
+second signal n. Read before: world.py.
 """
 
 import contextlib
@@ -54,10 +54,10 @@ def end(error: BaseException) -> NoReturn:
     else:
         traceback.print_exception(error)
         message = f"rank {rank} failed: {type(error).__name__}: {error}"
-    # the rank is included, because two ranks may have the same message
+    # the rank number is included, because two ranks may have the same message
     first = mine = f"{status} {rank} {message}"
     if store is not None:
-        with contextlib.suppress(RuntimeError):  # if the process that holds the store has ended
+        with contextlib.suppress(RuntimeError):  # raised if the process with the store has ended
             first = store.compare_set("failed", "", mine).decode()
     if first == mine:
         print(f"error: {message}", file=sys.stderr)
@@ -69,7 +69,7 @@ def end(error: BaseException) -> NoReturn:
 
 # Set by the first signal. Code that waits can check this event and stop waiting.
 asked = threading.Event()
-# SIGHUP: the terminal or its connection was closed. The last three come from batch systems.
+# SIGHUP: the terminal or its connection was closed. The last three signals come from batch systems.
 SIGNALS = (
     signal.SIGHUP,
     signal.SIGTERM,
@@ -82,8 +82,8 @@ SIGNALS = (
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[threading.Event]:
-    """Set the event `asked` at one of SIGNALS: `with stoppable() as asked: …`. Within this block,
-    the run also survives the loss of its console.
+    """Set the event `asked` when one of SIGNALS arrives, as in `with stoppable() as asked: …`.
+    Within this block, the run also survives the loss of its console.
 
     A second signal exits immediately. Signals within one second count as one signal, because a
     process may get the same signal from the scheduler and from torchrun.

@@ -9,8 +9,9 @@ are gathered in the compute dtype just before the block runs, and freed afterwar
 
 The gradient equals that of a run with one process. The reason is that every loss is divided by the
 token count of the full step (grpo/packing.py), and gradients are summed over the ranks. FSDP itself
-averages gradients over the ranks. `backward` below corrects this, so every training loop must call
-it. Read next: run/optim.py (the step), run/state.py (how shards are saved).
+averages gradients over the ranks. The function `backward` below turns this average into a sum, so
+every training loop must call `backward`. Read next: run/optim.py (the step), run/state.py (how
+shards are saved).
 """
 
 import functools
@@ -106,7 +107,7 @@ def _shard(model: Any, world: World) -> None:
         fully_shard(model.lm_head, reshard_after_forward=False, **options)
     fully_shard(model, reshard_after_forward=False, **options)
     # By default, FSDP2 starts to gather a block when the host reaches this block.
-    # That is late, because the host often waits for the GPU to read the bounds of sequences.
+    # Such a gather would start late, because the host often waits for the bounds of sequences.
     # So each block explicitly prefetches the next block, in both passes.
     for block, following in itertools.pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])
@@ -114,8 +115,8 @@ def _shard(model: Any, world: World) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered parameters, so that their shards can be accessed. Without this, the root's
-    parameters stay gathered after a forward pass that has no backward pass.
+    """Free the gathered parameters, so that their shards can be accessed. Without this call, the
+    root's parameters stay gathered after a forward pass that has no backward pass.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,7 +1,8 @@
-"""What a process does when another process that it depends on goes away.
+"""Handle the end of a process that this process depends on.
 
-If its parent ends, it ends too. If the reader of its output ends, it goes on without output.
-Standard library only. Used by rewards/process.py and failure.py.
+If the parent of a process ends, the process ends, too. If the reader of a process's output ends,
+the process continues without output. Standard library only. Used by rewards/process.py and
+failure.py.
 """
 
 import ctypes
@@ -22,8 +23,8 @@ def killed_with(parent: int) -> None:
 
 
 class Console:
-    """A standard stream whose reader may go away, for example `tee`, which Ctrl-C ends. From then
-    on, the output is dropped, instead of an error that ends the run.
+    """A standard stream whose reader may end before the run, for example `tee` after Ctrl-C. When
+    the reader has ended, the output is dropped, and no error ends the run.
     """
 
     def __init__(self, stream: Any):

@@ -235,5 +235,5 @@ def _connect(cfg: Config, world: World) -> None:
             "can reach that address, or choose another port (torchrun --master-port)."
         ) from e
     if world.size > 1:
-        # The clone has its own connection, because another thread may block that of `store`.
+        # The clone has its own connection. Another thread may block the connection of `store`.
         failure.store = dist.PrefixStore("failure", store.clone())

@@ -40,9 +40,9 @@ def group_relative(rewards: Tensor, scale_rewards: str = "group") -> tuple[Tenso
     """Return A = (r - mean_group) / (std + 1e-4) [P, G], and std [P, 1] or [1, 1].
 
     The formula is from Shao et al. 2024 (2402.03300), section 4.1.2. If `scale_rewards` is "group",
-    std is the standard deviation of the group. If it is "batch", std is that of all P·G rewards
-    (the mean is still that of the group). If it is "none", there is no division (dr_grpo, Liu et
-    al. 2025, 2503.20783).
+    std is the standard deviation of the group. If `scale_rewards` is "batch", std is the standard
+    deviation of all P·G rewards, but the mean is still the mean of the group. If `scale_rewards` is
+    "none", there is no division (dr_grpo, Liu et al. 2025, 2503.20783).
     """
     values = centered(rewards)
     std = nanstd(rewards, dim=(0, 1)) if scale_rewards == "batch" else nanstd(values, dim=1)
@@ -59,9 +59,9 @@ def step_advantages(
 
     `rewards` holds the weighted sums of all ranks, with G consecutive completions per group. If no
     reward function applied, the reward is None and the advantage is 0. `by_function` holds the
-    rewards of each function before they were summed. If a feature computes advantages, these are
-    used instead (if several do, those of the first). A standard deviation of 0 means that a
-    group ([P, 1]) or the whole step ([1, 1]) has no learning signal.
+    rewards of each function before they were summed. If a feature computes advantages, its
+    advantages are used instead. If several features do, the first one counts. A standard deviation
+    of 0 means that a group ([P, 1]) or the whole step ([1, 1]) has no learning signal.
     """
     # numpy turns None into NaN
     groups = torch.from_numpy(np.array(rewards, float)).view(-1, cfg.num_generations)  # [P, G]

@@ -40,7 +40,7 @@ def is_trained(sample: Sample | Facts, cfg: Config) -> bool:
 def has_gradient(sample: Sample | Facts, cfg: Config, all_gradients: bool = False) -> bool:
     """Return whether the loss of a completion depends on the weights.
 
-    If the advantage is 0, only terms that do not contain it have a gradient: the KL, or terms that
+    If the advantage is 0, only terms without the advantage have a gradient: the KL, or terms that
     an extra adds (`all_gradients`).
     """
     return sample.advantage != 0 or bool(cfg.beta) or all_gradients
@@ -49,11 +49,11 @@ def has_gradient(sample: Sample | Facts, cfg: Config, all_gradients: bool = Fals
 # For each loss type: the number by which the loss of each token of a completion is divided.
 # `length` is the number of trained tokens of this completion.
 # `samples` and `tokens` are the numbers of completions and trained tokens in the optimizer step.
-# These numbers include all micro-batches and ranks.
+# Both `samples` and `tokens` include all micro-batches and ranks.
 DIVISORS: dict[str, Callable[[int, int, int, Config], int]] = {
     # all completions have the same total weight: Shao et al. 2024 (2402.03300), equation 3
     "grpo": lambda length, samples, tokens, cfg: samples * length,
-    # a constant instead of the length, so that length itself is not rewarded:
+    # the divisor does not depend on the length, so length is not rewarded:
     # Liu et al. 2025 (2503.20783)
     "dr_grpo": lambda length, samples, tokens, cfg: samples * cfg.max_completion_length,
     # all tokens of the step have the same weight: Yu et al. 2025 (2503.14476), equation 8

@@ -4,9 +4,9 @@ In: the log-probs of M tokens at the sampling temperature, as computed by the en
 the tokens, and by the trainer before the first update. Out: one vector for each metric that is
 logged every step.
 
-Samples come from the engine's policy μ, but are treated as samples of the trainer's policy π. Both
-policies have the same weights. Different kernels, precisions and batch shapes make the log-probs
-differ a little; a bug in the weight sync makes them differ a lot. So the main purpose of these
+Samples come from the engine's policy μ, but are treated as samples of the trainer's policy π. The
+two policies have the same weights. Different kernels, precisions and batch shapes change the
+log-probs a little; a bug in the weight sync changes them a lot. So the main purpose of these
 metrics is to detect bugs. In float32 on one machine, the differences are about 1e-6. In bfloat16, a
 k3 of 1e-3 is normal. A mean ratio that grows past 1.02 over many steps means that the engine does
 not receive the weights. Read before: grpo/loss.py. Read next: docs/metrics.md.

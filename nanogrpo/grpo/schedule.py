@@ -10,9 +10,9 @@ for each optimizer step, with a strip for each rank and micro-batch:
 The schedule is a pure function of the facts, so all ranks compute the same schedule without
 communication. The schedule affects only the speed, and not the gradient, so you can skip this file
 if you use one GPU. Completions whose advantage is 0 have no gradient, unless the loss has a term
-without the advantage (`has_gradient` in loss.py). If a data set is very easy or very hard, this is
-the case for most groups. The normalizer counts the tokens of these completions, but no strip
-contains them. Read next: packing.py (how a strip becomes tensors).
+without the advantage (`has_gradient` in loss.py). If a data set is very easy or very hard, the
+advantages of most groups are 0. The normalizer counts the tokens of completions without a gradient,
+but no strip contains them. Read next: packing.py (how a strip becomes tensors).
 """
 
 import itertools
@@ -110,13 +110,13 @@ def plan(
     """Divide the samples of one update into strips [ranks][micro-batch].
 
     Samples without a gradient are left out. If no sample has a gradient, the smallest sample is
-    kept. If all samples are masked, each rank gets an empty strip. Both have a gradient of 0, so
-    AdamW takes the same step as if no sample were left out.
+    kept. If all samples are masked, each rank gets an empty strip. In both cases, the gradient is
+    0, so AdamW takes the same step as if no sample were left out.
 
     Strips stay within the token budget and have about the same cost. All ranks have the same number
     of strips, at least one. If there is too little work for all ranks, some strips are empty. A
-    group is split into several pieces if that makes the step cheaper: its prompt is computed
-    several times, but the work is divided more evenly.
+    group is split into several pieces if the split makes the step cheaper: the prompt is then
+    computed several times, but the work is divided more evenly.
     """
     # a masked completion is neither trained on nor computed
     facts = [f if is_trained(f, cfg) else f._replace(length=0, end=0) for f in facts]

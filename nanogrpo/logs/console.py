@@ -1,10 +1,10 @@
 """Write the log of a run to `output_dir/metrics.jsonl`, and one row per step to the console.
 
 In: the metrics of a step (logs/metrics.py). Out: one JSON object per line. The first line is a
-header with the options, versions and commit of the run. The other lines are steps and evaluations.
-The features of the run receive each record, too. If a run is killed, at most the last line of the
-log is incomplete. A resumed run continues in the same file and logs no step twice. Read next:
-logs/progress.py (the console), extras/plot.py, extras/dashboards.py.
+header with the options, versions and commit of the run. The lines after the header are steps and
+evaluations. The features of the run receive each record, too. If a run is killed, at most the last
+line of the log is incomplete. A resumed run continues in the same file and logs no step twice. Read
+next: logs/progress.py (the console), extras/plot.py, extras/dashboards.py.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def commit() -> str:
     """Return the commit of this checkout, or "unknown" if the package was installed elsewhere.
 
-    An installed package may lie inside the repository of another project, whose commit must not be
-    reported. So git is given the path of our own repository.
+    An installed package may lie inside the repository of another project. The commit of that
+    project must not be reported, so git is given the path of our own repository.
     """
     git = ["git", "--git-dir", str(ROOT / ".git"), "rev-parse", "--verify", "HEAD"]
     with contextlib.suppress(OSError):  # no git

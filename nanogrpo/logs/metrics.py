@@ -1,4 +1,5 @@
-"""Compute the metrics of a step. Their names are those of TRL, and docs/metrics.md explains them.
+"""Compute the metrics of a step. The names of the metrics are those of TRL, and docs/metrics.md
+explains the metrics.
 
 In: the samples, each micro-batch with the output of its loss (`Meter.add`), and the seconds of each
 phase (`Clock`). Out: dicts that map names to numbers. Each mean, except those of
@@ -68,7 +69,7 @@ class Meter:
             part["kl"] = out.kl
         part |= out.metrics
         # In the first update, trainer and engine have the same weights.
-        # So any difference in log-probs comes from how the two compute them.
+        # So any difference in log-probs comes from how trainer and engine compute log-probs.
         if not self.updates:
             part["delta"] = out.logp - batch.sampling_logp
         self.parts.append(part)

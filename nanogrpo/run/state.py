@@ -191,7 +191,7 @@ class Saver:
 
     def wait(self) -> None:
         if self.job:
-            self.job.exception()  # blocks until it is known
+            self.job.exception()  # blocks until the save has ended
 
     def failure(self) -> UserError | None:
         """Return the error of a finished save, but only once. Return None if a save is in progress
