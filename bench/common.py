@@ -62,9 +62,27 @@ def parser(bench: str, doc: str, threads: bool = True, **numbers) -> argparse.Ar
             option, type=type(default), default=default, help=f"{text} (default {default})"
         )
     out.add_argument(
-        "--out", type=Path, default=RESULTS, help="folder of the results (default bench/results)"
+        "--out",
+        type=Path,
+        default=RESULTS,
+        help="folder of the results, plots and pages; the default is bench/results, with the plots"
+        " in docs/img",
     )
     return out
+
+
+def place_of(folder: Path, path: str) -> Path:
+    """Return where a plot or page belongs: at `path` in the repository if the results are written
+    to bench/results, and otherwise in the folder of the results.
+    """
+    return ROOT / path if folder == RESULTS else folder / Path(path).name
+
+
+def add_alone(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--alone`, which compare.py uses."""
+    parser.add_argument(
+        "--alone", action="store_true", help="measure nanogrpo without the programs of others"
+    )
 
 
 def add_cases(parser: argparse.ArgumentParser, cases: Sequence[str]) -> None:
@@ -234,7 +252,7 @@ def machine() -> dict:
 
 def without_places(argv: Sequence[str]) -> list[str]:
     """Return a command line without the options whose values are paths on this machine."""
-    hidden = ("--vllm-python", "--out", "--base", "--picture", "--page")
+    hidden = ("--vllm-python", "--out", "--base")
     return [a for i, a in enumerate(argv) if a not in hidden and not (i and argv[i - 1] in hidden)]
 
 

@@ -84,9 +84,16 @@ def _gpu(tflops: float, tb: float, gib: int, link: float, network: float) -> Dev
 # From NVIDIA's data sheets. Memory sizes are in GiB. An L40S has 48 GiB, of which ECC takes 3 GiB.
 # Each GPU has one network adapter.
 # An adapter transfers 400 Gbit/s in machines with H100, H200 or B200.
-# An adapter transfers 200 Gbit/s with A100, 100 Gbit/s with L40S, and 10 Gbit/s with a 4090.
+# An adapter transfers 200 Gbit/s with A100, 100 Gbit/s with L40S, and 10 Gbit/s with other GPUs.
+# A T4 or a V100 has no bfloat16, so a run needs a newer GPU.
 GPUS = {
+    "L4": _gpu(121, 0.3, 23, 32, 1.25),
+    "A10G": _gpu(70, 0.6, 23, 32, 1.25),
+    "3090": _gpu(71, 0.936, 24, 32, 1.25),
     "4090": _gpu(165, 1.008, 24, 32, 1.25),
+    "5090": _gpu(210, 1.792, 32, 64, 1.25),
+    "A6000": _gpu(155, 0.768, 48, 32, 1.25),
+    "RTX-PRO-6000": _gpu(504, 1.792, 96, 64, 1.25),
     "A100-40GB": _gpu(312, 1.555, 40, 300, 25),
     "A100": _gpu(312, 2.039, 80, 300, 25),
     "L40S": _gpu(362, 0.864, 45, 32, 12.5),
@@ -94,6 +101,21 @@ GPUS = {
     "H200": _gpu(989, 4.8, 141, 450, 50),
     "B200": _gpu(2250, 8.0, 180, 900, 50),
 }
+
+
+def gpu(name: str) -> tuple[str, Device] | None:
+    """Return a GPU by name, or by memory as in `24GB`. The second form takes the speeds of the GPU
+    in `GPUS` whose memory is nearest, and of the slowest such GPU. The result is the name of the
+    GPU whose speeds are used, and the device. It is None if the name is neither.
+    """
+    named = {key.lower(): key for key in GPUS}.get(name.lower())
+    if named:
+        return named, GPUS[named]
+    size = name.upper().removesuffix("B").removesuffix("G")
+    if size == name.upper() or not size.isdecimal():
+        return None
+    near = min(GPUS, key=lambda key: (abs(GPUS[key].memory - (int(size) << 30)), GPUS[key].flops))
+    return near, GPUS[near]._replace(memory=int(size) << 30)
 
 
 class Work(NamedTuple):

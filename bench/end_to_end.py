@@ -197,6 +197,7 @@ def main(argv: Sequence[str]) -> list[dict]:
         default=common.vllm_python(),
         help="Python interpreter of an environment with vLLM (default $NANOGRPO_VLLM_PYTHON)",
     )
+    common.add_alone(parser)
     args = parser.parse_args(argv)
     if args.vllm and not args.vllm_python:
         parser.error("--vllm needs an environment with vLLM: set --vllm-python (docs/vllm.md).")
@@ -218,11 +219,11 @@ def main(argv: Sequence[str]) -> list[dict]:
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for case in args.cases:
             label = case if args.shape == "small" else f"{args.shape}, GPU, bfloat16, {case}"
-            sides = common.SIDES
+            sides = common.SIDES[:1] if args.alone or args.vllm else common.SIDES
             with tempfile.TemporaryDirectory() as where:
                 cfg = write_case(Path(where), shape, args, even=case == "even")
                 if args.vllm:
-                    label, sides = f"{label}, a vLLM server", common.SIDES[:1]
+                    label = f"{label}, a vLLM server"
                     cfg = dataclasses.replace(cfg, **server)
                 found = measure(cfg, sides, args, progress, label)
             figures = {side: figures_of(rounds, cfg) for side, rounds in found.items()}
@@ -234,9 +235,9 @@ def main(argv: Sequence[str]) -> list[dict]:
                     argv,
                     timing,
                     **own,
-                    speedup_over_trl=None
-                    if args.vllm
-                    else figures["TRL"][0].median / timing.median,
+                    speedup_over_trl=figures["TRL"][0].median / timing.median
+                    if "TRL" in figures
+                    else None,
                     model=dataclasses.asdict(shape),
                 )
                 for side, (timing, own) in figures.items()

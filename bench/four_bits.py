@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> list[dict]:
             for seed, side in itertools.product(range(count), SIDES)
         ]
         runs.complete("four_bits", records, wanted, start, argv, args.out)
-    draw(records, args.picture)
+    draw(records, common.place_of(args.out, "docs/img/four_bits.png"))
     tables.show("four_bits", records)
     return records
 

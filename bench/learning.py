@@ -115,9 +115,9 @@ def main(argv: Sequence[str]) -> list[dict]:
         records = [r for r in records if all(r[name] == value for name, value in same.items())]
         wanted = list(itertools.product(range(args.seeds), (*common.SIDES, common.REPLAYED)))
         runs.complete("learning", records, wanted, start, argv, args.out)
-    draw(records, args.picture)
+    draw(records, common.place_of(args.out, "docs/img/learning.png"))
     tables.show("learning", records)
-    print(f"results: {args.out / 'learning.json'}, picture: {args.picture}")
+    print(f"results: {args.out / 'learning.json'}")
     return records
 
 

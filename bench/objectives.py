@@ -471,8 +471,6 @@ def main(argv: Sequence[str]) -> list[dict]:
     for option, default, text in (
         ("--base", "runs/smollm2", "SmolLM2-135M-Instruct"),
         ("--tiny-base", "runs/objectives/base", "the tiny model"),
-        ("--page", "docs/objectives.md", "file of the tables"),
-        ("--picture", "docs/img/objectives.png", "file of the plot"),
     ):
         path = common.ROOT / default
         parser.add_argument(option, type=Path, default=path, help=f"{text} (default {default})")
@@ -491,8 +489,8 @@ def main(argv: Sequence[str]) -> list[dict]:
             columns = [i for i, column in enumerate(COLUMNS) if column != "options"]
             lines = [[line[i] for i in columns] for line in lines_of(records, name)]
             common.table(name, [COLUMNS[i] for i in columns], lines)
-    args.page.write_text(page(records))
-    draw(records, args.picture)
+    common.place_of(args.out, "docs/objectives.md").write_text(page(records))
+    draw(records, common.place_of(args.out, "docs/img/objectives.png"))
     return records
 
 

@@ -35,6 +35,7 @@ from nanogrpo.extras import commandline, memory
 from nanogrpo.extras.attach import attach
 from nanogrpo.extras.lora import lora
 from nanogrpo.extras.options import Config
+from nanogrpo.logs import progress
 from nanogrpo.model import checkpoint, weights
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
@@ -141,7 +142,7 @@ def on_disk(model: Decoder, cfg: Config) -> int:
 
 def layouts(model: Decoder, cfg: Config, args: argparse.Namespace) -> Iterator[Layout]:
     """Yield each layout that fits into GPU memory."""
-    device, c, P = cost.GPUS[args.gpu], model.cfg, cfg.prompts_per_step
+    device, c, P = args.device, model.cfg, cfg.prompts_per_step
     free = device.memory - RESERVED
     work = cost.Work(
         cost.lengths(P, args.prompt_length, args.longest_prompt),
@@ -255,7 +256,8 @@ def arguments() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     out.add_argument("model", help=f"a checkpoint folder, a hub id, or one of {', '.join(QWEN3)}")
-    out.add_argument("--gpu", default="H100", help=f"kind of GPU: {', '.join(cost.GPUS)}")
+    kinds = f"kind of GPU: {', '.join(cost.GPUS)}, or its memory, such as 24GB"
+    out.add_argument("--gpu", default="H100", help=kinds)
     whole: list[tuple[str, int, str]] = [
         ("gpus", 1, "number of GPUs"),
         ("per-node", 8, "GPUs per machine"),
@@ -276,8 +278,13 @@ def arguments() -> argparse.ArgumentParser:
 
 def checked(args: argparse.Namespace, cfg: Config) -> argparse.Namespace:
     """Return the arguments with their defaults filled in. Raises UserError."""
-    if args.gpu not in cost.GPUS:
-        raise UserError(f"--gpu {args.gpu} is not known: choose one of {', '.join(cost.GPUS)}.")
+    found = cost.gpu(args.gpu)
+    if not found:
+        raise UserError(
+            f"--gpu {args.gpu} is not known: choose one of {', '.join(cost.GPUS)}, or give the "
+            "memory, such as 24GB."
+        )
+    args.like, args.device = found
     args.longest_prompt = args.longest_prompt or 2 * args.prompt_length
     args.completion_length = args.completion_length or -(-cfg.max_completion_length // 3)
     for name in ("gpus", "per_node", "prompt_length", "longest_prompt", "completion_length"):
@@ -313,9 +320,24 @@ def checked(args: argparse.Namespace, cfg: Config) -> argparse.Namespace:
     return args
 
 
+def assumptions(best: Layout, args: argparse.Namespace) -> str:
+    """Return what the prediction assumes, and how long the fastest run takes."""
+    cfg, P = best.cfg, best.cfg.prompts_per_step
+    whole = f"{cfg.max_steps:,} steps take {progress.duration(best.total * cfg.max_steps)}"
+    likeness = "" if args.like == args.gpu else f"; a GPU as fast as {args.like}"
+    return (
+        f"assumed: {P:,} prompts of {args.prompt_length:,} tokens per step (the longest has "
+        f"{args.longest_prompt:,}), with {cfg.num_generations} completions of "
+        f"{args.completion_length:,} tokens each (at most {cfg.max_completion_length:,}); rewards "
+        f"take {args.score_seconds:g} s; {args.skipped:.0%} of the groups are skipped{likeness}\n"
+        f"{'a step takes' if cfg.num_train_epochs else whole + ', a step'} {best.total:.1f} s, "
+        "without evaluations and saving"
+    )
+
+
 def report(found: list[Layout], args: argparse.Namespace, words: list[str], disk: int) -> None:
-    """Print the layouts, fastest first, then the memory and the commands of the fastest layout.
-    disk: the size of a checkpoint in bytes.
+    """Print the layouts, fastest first, then the assumptions, the memory and the commands of the
+    fastest layout. disk: the size of a checkpoint in bytes.
     """
     best = found[0]
     table = Table(
@@ -341,6 +363,7 @@ def report(found: list[Layout], args: argparse.Namespace, words: list[str], disk
     sizes.add_row("a checkpoint on the disk", f"{disk / 2**30:.1f}")
     console = Console()
     console.print(table)
+    console.print(Text(assumptions(best, args)), soft_wrap=True)
     console.print(sizes)
     for line in commands(best, args.model, words, args.per_node):
         console.print(Text(line), soft_wrap=True)

@@ -26,10 +26,77 @@ run, the sides alternate and use the same number of threads. The tables show med
 "Over TRL" is the speed of a side divided by TRL's speed. "Of TRL's" is the memory of a side divided
 by TRL's memory. We run TRL 1.16.0 with the settings that are best for it (bench/trl_run.py), and
 also show cases in which it is faster. "Not yet measured" means that there is no record.
+
+`python -m bench.compare OTHER_CHECKOUT` compares the speed of two checkouts. [Adding a
+row](../docs/benchmarks.md) takes three minutes.
+
+This table summarizes the page for two CPU cores in float32. TRL is its `GRPOTrainer`, which pads.
+Both sides have the same model, prompts, rewards and settings.
 """
 
 
 ELSEWHERE = {"objectives": "docs/objectives.md"}  # results with a separate page
+
+
+# The most important ratios: what, bench, quantity, cases of even lengths, cases of uneven lengths.
+SPEED, MEMORY = "speedup_over_trl", "peak_bytes_above_libraries"
+RATIOS = (
+    ("complete steps per second (2.9 M parameters)", "end_to_end", SPEED, ("even",), ("uneven",)),
+    (
+        "the same for `make real`'s language model (135 M parameters)",
+        *("real_model", "over TRL", (), ("nanogrpo",)),
+    ),
+    (
+        "a training step with the same gradient",
+        *("step_time", SPEED, ("even, G=8", "prompt half the completion, G=8")),
+        ("uneven, G=8", "uneven, G=4", "uneven, G=16", "long prompt, uneven, G=8"),
+    ),
+    (
+        "sampling, compared with transformers' `generate`",
+        *("rollout_speed", "speedup_over_best_generate", ("even",), ("uneven",)),
+    ),
+    ("peak memory of complete steps", "end_to_end", MEMORY, ("even",), ("uneven",)),
+    (
+        "the same for `make real`'s language model",
+        *("real_model", MEMORY, (), tuple(f"seed {i}" for i in range(5))),
+    ),
+    (
+        "peak memory of a training step, vocabulary of 151,936",
+        *("step_memory", MEMORY, ("V = 151,936",), ()),
+    ),
+)
+
+
+def ratios(bench: str, quantity: str, cases: Sequence[str], folder: Path) -> list[float]:
+    """Return nanogrpo's ratios to TRL in these cases. The memory of several runs is their
+    largest.
+    """
+    records = common.read(bench, folder)
+    if quantity == "over TRL":  # of all steps that both sides ran, so it is in no record
+        columns = tables.BENCHES[bench].columns
+        lines = [dict(zip(columns, line)) for line in tables.lines_of(bench, records)]
+        cells = [line[quantity] for line in lines if line["side"] in cases]
+        return [float(cell[:-1]) for cell in cells if cell.endswith("×")]
+    sides = {
+        side: [r[quantity] for r in records if r["case"] in cases and r["side"] == side]
+        for side in common.SIDES
+    }
+    if quantity == MEMORY:
+        return [max(sides["nanogrpo"]) / max(sides["TRL"])] if all(sides.values()) else []
+    return sides["nanogrpo"]
+
+
+def summary(folder: Path = common.RESULTS) -> str:
+    """Return the table of the most important ratios, which README.md shows, too."""
+    out = ["| ratio to TRL | even lengths | uneven lengths | command |", "|---|---|---|---|"]
+    for what, bench, quantity, *columns in RATIOS:
+        digits, cells = 2 if quantity == MEMORY else 1, []
+        for cases in columns:
+            found = ratios(bench, quantity, cases, folder) if cases else []
+            ends = dict.fromkeys(f"{f(found):.{digits}f}" for f in (min, max)) if found else {}
+            cells.append("–".join(ends) + "×" * bool(ends))
+        out.append(f"| {what} | {' | '.join(cells)} | `python -m bench.{bench}` |")
+    return "\n".join(out).replace("|  |", "| |") + "\n"
 
 
 def origin(record: dict) -> str:
@@ -75,7 +142,7 @@ def render(folder: Path = common.RESULTS) -> str:
         raise ValueError(f"no table in bench/tables.py shows {', '.join(sorted(unknown))}")
     links = [f"See also: [{name}](../{page})\n" for name, page in ELSEWHERE.items()]
     sections = [section(name, common.read(name, folder)) for name in tables.BENCHES]
-    return "\n".join([HEAD, *links, *sections]).rstrip() + "\n"
+    return "\n".join([HEAD, summary(folder), *links, *sections]).rstrip() + "\n"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -215,9 +215,9 @@ def main(argv: Sequence[str]) -> list[dict]:
         prepare(cfg)
         records = measure(cfg, args, records, argv)
     if compared := [r for r in records if r["case"] != "profile"]:
-        learning.draw(compared, args.picture)
+        learning.draw(compared, common.place_of(args.out, "docs/img/real_model.png"))
     tables.show("real_model", records)
-    print(f"results: {args.out / 'real_model.json'}, picture: {args.picture}")
+    print(f"results: {args.out / 'real_model.json'}")
     return records
 
 

@@ -255,6 +255,7 @@ def main(argv: Sequence[str]) -> list[dict]:
         choices=list(common.LARGE),
         help="compare with vLLM on a GPU, with a model of this size, instead of the cases",
     )
+    common.add_alone(parser)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -267,10 +268,12 @@ def main(argv: Sequence[str]) -> list[dict]:
     cfg = common.small_qwen3(args.hidden, args.layers, args.vocab, context)
     model = Decoder(cfg).requires_grad_(False)
     engines: dict[str, LocalEngine | VLLMEngine] = {
-        "nanogrpo": make_engine(model, args.batch, packed=True),
-        "nanogrpo, unpacked": make_engine(model, args.batch, packed=False),
+        "nanogrpo": make_engine(model, args.batch, packed=True)
     }
-    peers = {f"transformers {a}": peer(model, a) for a in ("eager", "sdpa")}
+    peers = {}
+    if not args.alone:
+        engines["nanogrpo, unpacked"] = make_engine(model, args.batch, packed=False)
+        peers = {f"transformers {a}": peer(model, a) for a in ("eager", "sdpa")}
 
     cases = {
         "even": [args.length] * args.batch,
@@ -278,7 +281,7 @@ def main(argv: Sequence[str]) -> list[dict]:
     }
     records = []
     with contextlib.ExitStack() as stack:
-        if args.vllm_python:
+        if args.vllm_python and not args.alone:
             engines["vLLM"] = stack.enter_context(vllm_server(model, args))
         for case, lengths in cases.items():
             records += measure(case, lengths, engines, peers, model, args, argv)

@@ -67,14 +67,9 @@ def run(side: str, cfg: Config, threads: int, micro: int = 1) -> dict:
 
 def parser(bench: str, doc: str, base: Path, **numbers) -> argparse.ArgumentParser:
     """Return `common.parser` with more options. base: the default of the option --base."""
-    picture = common.ROOT / f"docs/img/{bench}.png"
-    shown = [path.relative_to(common.ROOT) for path in (base, picture)]
     out = common.parser(bench, doc, **numbers)
-    for option, default, text in (
-        ("--base", base, f"the model, made if it is missing (default {shown[0]})"),
-        ("--picture", picture, f"file of the plot (default {shown[1]})"),
-    ):
-        out.add_argument(option, type=Path, default=default, help=text)
+    text = f"the model, made if it is missing (default {base.relative_to(common.ROOT)})"
+    out.add_argument("--base", type=Path, default=base, help=text)
     for option, text in (
         ("--afresh", "repeat runs that already have a record"),
         ("--redraw", "only create plot and table from the existing records"),

@@ -82,10 +82,8 @@ def write_model(case: Case, folder: Path, args: argparse.Namespace) -> dict:
 
 def measure(case: str, args: argparse.Namespace, argv: Sequence[str]) -> list[dict]:
     """Return the records of one case."""
-    names = list(SIDES)
-    if args.no_trl:
-        names.remove("TRL")
-    if case in LENGTHS | VOCABULARIES:
+    names = ["nanogrpo"] if args.alone else list(SIDES)
+    if case in LENGTHS | VOCABULARIES and not args.alone:
         names.remove("nanogrpo, prompts copied")  # not informative in these cases
     with tempfile.TemporaryDirectory() as where:
         shape = write_model(CASES[case], Path(where), args)
@@ -108,7 +106,7 @@ def measure(case: str, args: argparse.Namespace, argv: Sequence[str]) -> list[di
             "computed_tokens": sides[name].computed(samples),
             # the clock also counted the untimed warm-up round
             "phases": {phase: s / (args.repeats + 1) for phase, s in seconds.items()},
-            "speedup_over_trl": None if args.no_trl else timings["TRL"].median / timing.median,
+            "speedup_over_trl": None if args.alone else timings["TRL"].median / timing.median,
             "gradient_norm": norms[name],
             "parameters": sum(p.numel() for p in sides["nanogrpo"].model.parameters()),
             "model": shape,
@@ -151,28 +149,22 @@ def main(argv: Sequence[str]) -> list[dict]:
         choices=list(common.LARGE),
         help="measure a model of this size on a GPU instead of the cases",
     )
-    parser.add_argument("--no-trl", action="store_true", help="leave TRL out")
-    parser.add_argument(
-        "--picture",
-        type=Path,
-        default=common.ROOT / "docs/img/step_time.png",
-        help="file of the plot (default docs/img/step_time.png)",
-    )
+    common.add_alone(parser)
     args = parser.parse_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if args.shape:
         if not torch.cuda.is_available():
             parser.error(f"--shape {args.shape} needs a GPU, and torch finds none.")
-        sides = [s for s in step_large.SETTINGS if not (args.no_trl and s.startswith("TRL"))]
+        sides = [s for s in step_large.SETTINGS if not (args.alone and s.startswith("TRL"))]
         return step_large.main(args.shape, args.repeats, sides, args.out, argv)
     torch.set_num_threads(args.threads)
     for case in args.cases:
         # Results are written after each case, so an interrupted run keeps them.
         path = common.merge("step_time", measure(case, args, argv), args.out)
     records = common.read("step_time", args.out)
-    draw(records, args.picture)
+    draw(records, common.place_of(args.out, "docs/img/step_time.png"))
     tables.show("step_time", records)
-    print(f"results: {path}, picture: {args.picture}")
+    print(f"results: {path}")
     return records
 
 

@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> list[dict]:
 
         wanted = list(itertools.product(range(args.seeds), SIDES))
         runs.complete("vision", records, wanted, start, argv, args.out)
-    draw(records, args.picture)
+    draw(records, common.place_of(args.out, "docs/img/vision.png"))
     tables.show("vision", records)
     return records
 

@@ -114,10 +114,17 @@ def test_every_layout_uses_the_gpus_it_was_given_and_fits():
     assert [x.machines == [] for x in found].count(True) == 1
 
 
+def test_a_memory_stands_for_the_slowest_gpu_of_its_size_and_the_output_says_so(capsys):
+    named, sized = (run(capsys, "0.6B", "--gpu", gpu) for gpu in ("3090", "24gb"))
+    assert sized.replace("24gb", "3090").replace("; a GPU as fast as 3090", "") == named
+    assert "assumed: 8 prompts of 256 tokens per step (the longest has 512)" in named
+    assert re.search(r"\n100 steps take \d+:\d\d, a step \d", named)
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("8B --gpu H10", "--gpu H10 is not known: choose one of 4090"),
+        ("8B --gpu H10", "--gpu H10 is not known: choose one of L4"),
         ("8B --completion-length 999", "--completion-length 999 is above --max-completion-length"),
         ("8B --score-seconds nan", "--score-seconds must be at least 0"),
         ("8B --model 4B", "the model is given twice, 8B and --model: leave out --model"),

@@ -38,6 +38,7 @@ def learned(side: str, seed: int, shift: float = 0.0) -> dict:
 def test_the_readme_is_up_to_date():
     page = (common.ROOT / "bench/README.md").read_text()
     assert page == readme.render(), "run python -m bench.readme"
+    assert readme.summary() in (common.ROOT / "README.md").read_text(), "a ratio has changed"
 
 
 def test_a_record_fills_its_cell_and_names_its_origin(tmp_path):

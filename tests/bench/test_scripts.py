@@ -6,13 +6,14 @@ are not tested. Read next: test_peers.py (that like is compared with like).
 
 import importlib
 import json
+import re
 import shlex
 import sys
 
 import pytest
 import torch
 
-from bench import common, learning, objectives, real_model, runs, step_sides, tables
+from bench import common, compare, learning, objectives, real_model, runs, step_sides, tables
 from nanogrpo.extras.arithmetic import warmup
 from nanogrpo.extras.commandline import parse
 from nanogrpo.extras.options import CHOICES
@@ -35,12 +36,12 @@ SHORT = objectives.Experiment(
 # module → (options, what is smaller than in the real benchmark, the sides of its records)
 SCRIPTS = {
     "learning": (
-        "--seeds 1 --steps 2 --eval-steps 2 --threads 1 --base BASE --picture OUT/x.png",
+        "--seeds 1 --steps 2 --eval-steps 2 --threads 1 --base BASE",
         {"SETTINGS": {**learning.SETTINGS, **SMALL}},
         ["nanogrpo", "TRL", common.REPLAYED],
     ),
     "real_model": (
-        "--quick --threads 1 --seeds 1 --base BASE --picture OUT/x.png",
+        "--quick --threads 1 --seeds 1 --base BASE",
         {},
         ["nanogrpo", "TRL"],
     ),
@@ -57,8 +58,7 @@ SCRIPTS = {
         ["nanogrpo", "nanogrpo, unpacked", "transformers eager", "transformers sdpa"] * 2,
     ),
     "step_time": (
-        "--threads 1 --repeats 1 --scale 0.2 --hidden 64 --layers 2 --picture OUT/x.png"
-        " --cases uneven,",
+        "--threads 1 --repeats 1 --scale 0.2 --hidden 64 --layers 2 --cases uneven,",
         {"CASES": {"uneven,": step_sides.Case(4, 8, 32, 64)}},
         None,
     ),
@@ -69,7 +69,7 @@ SCRIPTS = {
     ),
     "parity_trl": ("--seeds 1", {"pairs": lambda: [("dapo", "plain")]}, None),
     "objectives": (
-        "--tiny-base BASE --page OUT/page.md --picture OUT/x.png --workers 1 --seeds 1",
+        "--tiny-base BASE --workers 1 --seeds 1",
         {"EXPERIMENTS": {"tiny": SHORT}},
         None,
     ),
@@ -129,6 +129,15 @@ def test_without_a_gpu_the_scripts_that_need_one_end_with_one_sentence(capsys):
         with pytest.raises(SystemExit, match="2"):
             importlib.import_module("bench.step_time").main(["--shape", "0.6B"])
         assert "--shape 0.6B needs a GPU, and torch finds none." in capsys.readouterr().err
+
+
+def test_two_checkouts_are_compared_case_by_case(capsys):
+    tiny = "--hidden 32 --layers 1 --vocab 64 --batch 4 --group 4 --prompt-length 2 --length 2"
+    tiny += " --longest 4 --batches 1 --repeats 1 --threads 1 --bench rollout_speed --pairs 1"
+    assert compare.main([str(common.ROOT), *tiny.split()]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.search(r"even: \d+\.\d % (fast|slow)er; uneven: \d+\.\d % (fast|slow)er$", last)
+    assert compare.verdict([0.9, 1.1, 0.8]) == "no difference"
 
 
 def test_every_row_about_objectives_is_valid_and_every_loss_type_has_one():
