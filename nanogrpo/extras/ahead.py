@@ -9,8 +9,8 @@ step, in order.
 
 The bound is enforced before sampling, so finished samples are never discarded. The samples of step
 t are requested only when the training of step t − S begins. So the sampling of step t starts with
-the weights after t − S steps, or with newer ones. The rule comes from AReaL (arXiv:2505.24298).
-Here, the bound is a number of steps.
+the weights after t − S steps, or with newer ones. The rule comes from AReaL (arXiv:2505.24298). In
+this file, the bound S is a number of steps.
 
 Weights may change in the middle of a completion. The completion then continues with its cached
 keys and values, some of which were computed with older weights. Each token is labelled with the
@@ -31,7 +31,7 @@ from nanogrpo.extras.wrapper import Wrapper
 from nanogrpo.feature import Feature
 from nanogrpo.types import Prompt, Sample
 
-if TYPE_CHECKING:  # it imports the features
+if TYPE_CHECKING:  # run/setup.py imports the features
     from nanogrpo.run.setup import Run
     from nanogrpo.vllm.client import VLLMEngine
 

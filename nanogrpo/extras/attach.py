@@ -83,7 +83,7 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
 
         functions = getattr(given, "tools", ())
         others = (getattr(given, name, None) for name in ("environment_factory", "rollout"))
-        yield Tools(cfg, functions, *others)  # before features that tokenize prompts
+        yield Tools(cfg, functions, *others)  # comes before the features that tokenize prompts
     named = (*cfg.data, *cfg.eval_data)
     if "arithmetic" in named:
         from nanogrpo.extras.arithmetic.feature import Arithmetic

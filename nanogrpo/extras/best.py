@@ -1,8 +1,9 @@
 """Also keep the checkpoint with the best evaluation: `--load-best-model-at-end`.
 
-In: the evaluations in the log. Out: a checkpoint that --save-total-limit never removes. Its name is
-logged at the end of the run. A resumed run reads the earlier evaluations from the log, so a
-checkpoint need not contain them. Read before: run/state.py (which saves and removes checkpoints).
+In: the evaluations in the log. Out: a checkpoint that --save-total-limit never removes. The name of
+this checkpoint is logged at the end of the run. A resumed run reads the earlier evaluations from
+the log, so a checkpoint need not contain them. Read before: run/state.py (which saves and removes
+checkpoints).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Best(Feature):
     def __init__(self, cfg: BestOptions):
         self.cfg = cfg
         self.best: tuple[float, int] | None = None  # on the main rank: (value, steps)
-        # the metric's plain name, without what the log or TRL adds (eval/, rewards/, /mean)
+        # the metric's plain name, without the affixes of the log or of TRL (eval/, rewards/, /mean)
         self.name = re.sub(r"^(eval[/_])?(rewards/)?|/mean$", "", cfg.metric_for_best_model)
 
     def settings(self, cfg: Config, inputs: Inputs) -> None:

@@ -27,9 +27,9 @@ logger = logging.getLogger("nanogrpo")
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's loader, which TRL uses, too, except that 1e-6 is a number everywhere.
+    """PyYAML's loader, which TRL uses, too, with one change: 1e-6 is a number everywhere.
 
-    It reads YAML 1.1, in which 010 is 8.
+    The loader reads YAML 1.1, in which 010 is 8.
     """
 
 
@@ -45,7 +45,8 @@ def parse(
 ) -> Config:
     """Return the options of a command line. The Config is not yet validated (see cli.parse).
 
-    program: the parser, for programs other than train.py. Their first argument is the model.
+    program: the parser of a program other than train.py. The first argument of such a program is
+    the model.
     """
     words = [*(sys.argv[1:] if argv is None else argv)]
     names = set() if program else trl_names.NAMES
@@ -72,14 +73,15 @@ def parse(
     cfg = cli.parse(
         words, Config, program, names=names, profiles=PROFILES, read=_read, translate=translate
     )
-    if given.get("eval_strategy") == "steps" and not cfg.eval_steps:  # a profile may have them
+    if given.get("eval_strategy") == "steps" and not cfg.eval_steps:  # a profile may set eval_steps
         raise UserError("--eval-strategy steps needs --eval-steps: give a number of steps.")
     return cfg
 
 
 def _respelled(argv: Sequence[str]) -> list[str]:
-    """Return the command line with TRL's spellings replaced by ours. These are underscores, renamed
-    options, flags with true or false (--resume true), and options that TRL uses as flags.
+    """Return the command line with TRL's spellings replaced by ours. TRL's spellings are
+    underscores, renamed options, flags with true or false (--resume true), and options that TRL
+    uses as flags.
     """
     out, words = [], [*argv]
     spelled: dict = {}  # for each option, its first spelling

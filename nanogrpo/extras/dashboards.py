@@ -1,10 +1,10 @@
 """Send the log to dashboards (`--report-to tensorboard trackio wandb`, optional packages).
 
-In: the records of the log. With `--log-completions`, also the completions of each step. They become
-a table, except in TensorBoard, which has no tables. Out: event files in output_dir/dashboards (see
-them with `tensorboard --logdir RUNS`), a database on this machine (see it with `trackio show`), or
-a run of Weights & Biases (W&B). Environment variables such as $TRACKIO_PROJECT and $WANDB_PROJECT
-configure Trackio and W&B. Read before: logs/console.py.
+In: the records of the log. With `--log-completions`, also the completions of each step. The
+completions become a table, except in TensorBoard, which has no tables. Out: event files in
+output_dir/dashboards (see them with `tensorboard --logdir RUNS`), a database on this machine (see
+it with `trackio show`), or a run of Weights & Biases (W&B). Environment variables such as
+$TRACKIO_PROJECT and $WANDB_PROJECT configure Trackio and W&B. Read before: logs/console.py.
 
 A resumed run continues the same curves. TensorBoard drops the values after the checkpoint. W&B gets
 the id of the earlier run, and keeps the old values. Trackio continues the last run of the same
@@ -88,7 +88,7 @@ class Dashboards(Feature):
         try:
             module.init(project=project, name=label, config=options, **how)
             return module
-        except Exception as e:  # without network or login, they raise many kinds of errors
+        except Exception as e:  # without network or login, many kinds of errors are raised
             raise UserError(
                 f"--report-to {name}: {first_sentence(e)}: log in, correct the {name.upper()}_… "
                 "environment variables, or leave it out."

@@ -3,8 +3,8 @@
     average ← d · average + (1 - d) · weights        after each step, from the initial weights
 
 In: the trained weights. Out: evaluations of their average. The average changes neither training nor
-the weights in a checkpoint. It is part of the state that `--resume` restores. Every rank averages
-its own shards. Read before: nanogrpo/feature.py. Read next: extras/attach.py.
+the weights in a checkpoint. The average is part of the state that `--resume` restores. Every rank
+averages its own shards. Read before: nanogrpo/feature.py. Read next: extras/attach.py.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Entropy(Feature):
     def __init__(self, cfg: EntropyOptions):
         self.cfg = cfg
         self.loss: Tensor | float = 0.0  # since the last step
-        self.bonus: Tensor | float = 0.0  # its part of the loss
+        self.bonus: Tensor | float = 0.0  # the bonus, as a part of the loss
 
     @torch.no_grad()
     def batches(self, run: Run, batches: Sequence[PackedBatch]) -> None:
@@ -87,7 +87,7 @@ def prepare(
 def most_uncertain(
     trained: Sequence[Tensor], entropies: Sequence[Tensor], share: float, world: World
 ) -> list[Tensor]:
-    """Return masks [M] bool. They keep the fraction `share` of trained tokens with the highest
+    """Return masks [M] bool that keep the fraction `share` of trained tokens with the highest
     entropy.
 
     Wang et al. 2025 (2506.01939). `share` is a fraction of all tokens of the optimizer step, on all
@@ -105,4 +105,4 @@ def quantile(values: Tensor, q: float, world: World) -> float:
     none. Every rank must call it.
     """
     together = torch.cat(world.gather(values)).double().numpy()
-    return float(np.quantile(together, q)) if len(together) else math.inf  # torch's has a limit
+    return float(np.quantile(together, q)) if len(together) else math.inf  # torch has a size limit

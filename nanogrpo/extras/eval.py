@@ -85,7 +85,7 @@ def write(cfg: Config, row: dict[str, float], samples: list[Sample], world: Worl
     if not world.main:
         return
     for record in records:
-        del record["step"], record["advantage"]  # they belong to training
+        del record["step"], record["advantage"]  # only for training
     folder = Path(cfg.output_dir)
     completions.write(folder / "eval.jsonl", records)
     given = {name: getattr(cfg, name) for name in OPTIONS.split()}

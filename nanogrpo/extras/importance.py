@@ -1,4 +1,5 @@
-"""Two remedies for the trainer-engine gap: a correction, or the engine's log-probs as old ones.
+"""Two remedies for the gap between trainer and engine: importance weights, or the engine's
+log-probs as old log-probs.
 
 Samples come from μ, the engine's policy, while π, the trainer's policy, is trained as if it had
 sampled them. Each token's loss is multiplied by its importance weight ρ = π/μ. Names and modes are

@@ -79,14 +79,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nanogrpo")
 
 # Bytes left free on a GPU for workspaces, communication buffers, CUDA graphs and fragmentation.
-# A vLLM server on the same GPU needs as much again.
+# A vLLM server on the same GPU also needs this number of bytes.
 MARGIN = 2 << 30
 MOST = 0.92  # the largest fraction of a GPU for vLLM, and vLLM's own default
-MOST_SLOTS = 256  # above this, the time of a decode step is almost proportional to the slots
+MOST_SLOTS = 256  # with more slots, a decode step takes almost proportionally longer
 # gradient_checkpointing, token_budget, reduce_gradients: the fastest first, the smallest last.
 # "selective" calls Python for each operation, so small micro-batches make the GPU wait:
-# on an H100, 12 layers of Qwen3-4B took 1.41 s with micro-batches of 4,096 tokens,
-# and 0.60 s with micro-batches of 8,192 tokens.
+# on an H100, 12 layers of Qwen3-4B took 1.41 s with 4,096 tokens, and 0.60 s with 8,192.
 SETTINGS = (
     ("none", 16384, "step"),
     ("none", 8192, "step"),
@@ -139,10 +138,11 @@ def activation_bytes(
     c: ModelConfig, item: int, kind: str, fused: bool = False, adapted: bool = False
 ) -> tuple[int, int]:
     """Return (kept, recomputed): the bytes per token that each layer keeps for the backward pass,
-    and those that one layer recomputes there. The count follows Block.forward and includes the
-    tensors that autograd keeps: 4·D (input and output of two norms), q and k before and after norm
-    and rotation, v, attention's result and its copy for o_proj, gate, up, silu(gate), and
-    silu(gate) · up. `fused` kernels keep neither the copy for o_proj nor silu(gate).
+    and the bytes per token that one layer recomputes in the backward pass. The count follows
+    Block.forward and includes the tensors that autograd keeps: 4·D (input and output of two norms),
+    q and k before and after norm and rotation, v, attention's result and its copy for o_proj, gate,
+    up, silu(gate), and silu(gate) · up. `fused` kernels keep neither the copy for o_proj nor
+    silu(gate).
     """
     D, F = c.hidden_size, c.intermediate_size
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
@@ -238,7 +238,7 @@ def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
         out.append(Row("weights to be sent", copy))
         if not cfg.server and cfg.vllm_gpus in ("", "0"):
             out.append(Row("vLLM: workspaces", MARGIN, of_server=True))
-            if not cfg.vllm_enable_sleep_mode:  # asleep, it has only workspaces
+            if not cfg.vllm_enable_sleep_mode:  # a sleeping server has only workspaces
                 out.append(Row("vLLM: weights", copy, of_server=True))
                 out.append(Row(f"vLLM: {cache.name}", cache.bytes, of_server=True))
     saved = (4 * trained + (4 * n if cfg.sync_ref_model else 0)) // W + moments
@@ -311,9 +311,9 @@ def choose(inputs: Inputs, cfg: Config, available: int) -> Config:
 
     Sampling takes most of a step, and is faster if the cache holds more completions at a time. The
     cache starts at half of what all slots could need, because few completions reach the maximum
-    length. The cache is halved further only as long as none of SETTINGS fits. Finally, it grows
-    into the memory that is left, up to what all slots could need, but twice MARGIN stays free.
-    All ranks must choose the same settings, so they choose for rank 0, which stores most.
+    length. The cache is halved further only as long as none of SETTINGS fits. Finally, the cache
+    grows into the memory that is left, up to what all slots could need, but twice MARGIN stays
+    free. All ranks must choose the same settings, so they choose for rank 0, which stores most.
     """
     size = inputs.world.size
     slots = cfg.max_concurrent or min(-(-cfg.generation_batch_size // size), MOST_SLOTS)
@@ -375,7 +375,7 @@ def for_sampling(cfg: Config, model: Decoder, world: World, completions: int) ->
     gathered = 2 * (numbers(model) - sum(map(numbers, model.blocks[1:]))) * (world.size > 1)
     used = torch.cuda.memory_allocated(world.device) + 2 * weights.sizes(model)[1] + MARGIN
     free = (capacity(world)[0] - used - gathered) // token_bytes(model.cfg)
-    fitting = min(world.gather(free)) - 2 * PREFILL_TOKENS  # prefill has two copies
+    fitting = min(world.gather(free)) - 2 * PREFILL_TOKENS  # prefill has two copies of its keys
     slots = max(1, min(completions, MOST_SLOTS))
     return given(cfg, max_concurrent=slots, cache_tokens=max(1, fitting))
 
@@ -393,7 +393,7 @@ def explained(cfg: Any, lower: str = "") -> Iterator[None]:
             raise
         found = re.search(r"allocate ([\d.]+ \w+).* of which ([\d.]+ \w+)", str(e), re.DOTALL)
         sizes = f"{found[1]} needed, {found[2]} free" if found else first_sentence(e)
-        if not lower:  # name every setting, or the next run would choose others
+        if not lower:  # name every setting, because the next run might choose other settings
             lower = spelled(
                 dataclasses.replace(
                     cfg,

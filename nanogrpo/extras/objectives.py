@@ -43,8 +43,8 @@ DIVISORS["luspo"] = lambda length, samples, tokens, cfg: samples
 
 class Objectives(Feature):
     def __init__(self, cfg: Any):
-        self.all_gradients = cfg.loss_constants.get("dppo_penalty", 0) > 0  # it has no advantage
-        # The defaults are TRL's, so a command for TRL gives its numbers. Say where papers differ.
+        self.all_gradients = cfg.loss_constants.get("dppo_penalty", 0) > 0  # has no advantage
+        # The defaults are those of TRL. The log says where a paper has other values.
         by_sequence = cfg.importance_sampling_level == "sequence"
         if cfg.upper_epsilon == 0.2 and (by_sequence or cfg.loss_type == "cispo"):
             logger.info(GSPO if by_sequence else CISPO)
@@ -99,7 +99,7 @@ class Tokens(NamedTuple):
     advantage: Tensor
     log_ratio: Tensor  # logp - old_logp
     ratio: Tensor  # exp of log_ratio, or of its mean over the sequence
-    # vespo's terms contain it; for all other objectives, `loss` multiplies the terms by it
+    # part of vespo's terms; for all other objectives, `loss` multiplies the terms by `importance`
     importance: Tensor | None
     sequences: Sequences
 
@@ -117,8 +117,7 @@ def clipped(t: Tokens, cfg: ObjectivesOptions) -> Terms:
 
 
 def cispo(t: Tokens, cfg: ObjectivesOptions) -> Terms:
-    """l = -sg(min(w, ε_high))·A·logp: this clips the weight w and keeps the gradient of every
-    token.
+    """l = -sg(min(w, ε_high))·A·logp: the weight w is clipped, but every token keeps its gradient.
 
     MiniMax-M1 2025 (2506.13585), equation 4.
     """
@@ -165,9 +164,10 @@ def dppo(t: Tokens, cfg: ObjectivesOptions) -> Terms:
     > ε_high, or A < 0, p < μ and D > ε.
 
     Qi et al. 2026 (2602.04879). The trust region limits a divergence D between p (the policy in
-    training) and μ (the engine that sampled). Both are distributions over "this token" and "any
-    other". dppo_tv: D = |p - μ|.  dppo_kl: D = μ log(μ/p) + (1-μ) log((1-μ)/(1-p)).  So the ratio w
-    may become large for a rare token, but not for a common one. The penalty c comes from prime-rl.
+    training) and μ (the engine that sampled). Both p and μ are distributions over "this token" and
+    "any other token". D is |p - μ| for dppo_tv, and D is μ log(μ/p) + (1-μ) log((1-μ)/(1-p)) for
+    dppo_kl. So the ratio w may become large for a rare token, but not for a common token. The
+    penalty c comes from prime-rl.
     """
     p, mu = (x.detach().exp().clamp(max=1 - 1e-6) for x in (t.logp, t.sampling_logp))
     if cfg.loss_type == "dppo_tv":
@@ -234,7 +234,7 @@ def loss(logp: Tensor, entropy: Tensor, batch: PackedBatch, cfg: ObjectivesOptio
     l, metrics = TERMS[cfg.loss_type](tokens, cfg)  # [M]
     if cfg.off_policy_mask_threshold is not None:
         l = l * on_policy_enough(tokens, cfg.off_policy_mask_threshold)
-    if batch.importance is not None and cfg.loss_type != "vespo":  # vespo uses it inside l
+    if batch.importance is not None and cfg.loss_type != "vespo":  # vespo's l contains it
         l = l * batch.importance
     kl = None
     if batch.ref_logp is not None:

@@ -20,7 +20,8 @@ from nanogrpo.errors import UserError
 from nanogrpo.feature import Feature
 from nanogrpo.run import optim
 
-# Schedules that the core lacks, each with its settings. A run must set exactly one of them.
+# Schedules that the core lacks, each with its settings.
+# A run must set exactly one of the settings of its schedule.
 SCHEDULES = {
     "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
     "warmup_stable_decay": ("num_decay_steps",),
@@ -145,6 +146,6 @@ def eight_bit(groups: list[dict[str, Any]], constants: dict) -> torch.optim.Opti
             "exp_avg_sq": optimizer._new_buffer(p, signed=False),
         }
     if all(p.device.type == "cpu" for p in parameters):
-        # torchao compiles its update, for which a CPU would need a C++ compiler
+        # torchao compiles its update, which would need a C++ compiler on a CPU
         optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)
     return optimizer

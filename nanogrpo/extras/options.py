@@ -25,14 +25,14 @@ from nanogrpo.extras.reference import SyncReferenceOptions
 from nanogrpo.extras.sharding import ShardingOptions
 from nanogrpo.vllm.options import VLLMOptions
 
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # averages of the same clipped term
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # these losses average the same clipped term
 WEIGHTED = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 @dataclass(frozen=True)
 class ImportanceOptions(Core):
-    """Sampling ahead of training, log-probs of the engine, and a correction for its gap to the
-    trainer.
+    """Sampling ahead of training, log-probs of the engine, and a correction for the gap between
+    engine and trainer.
     """
 
     max_staleness: int = option(
@@ -326,7 +326,7 @@ class CompletionsOptions(Core):
 
 
 @dataclass(frozen=True)
-class Config(  # the last of these comes first in `--help-all`
+class Config(  # the last base class comes first in `--help-all`
     CompletionsOptions,
     DashboardOptions,
     EMAOptions,
@@ -355,7 +355,7 @@ class Config(  # the last of these comes first in `--help-all`
 FIELDS = {f.name: f for f in fields(Config)}
 CHOICES = {n: f.metadata["choices"] for n, f in FIELDS.items() if "choices" in f.metadata}
 
-# Options that were removed, and what to use instead. TRL's are in trl_names.py.
+# Options that were removed, and what to use instead. Removed options of TRL are in trl_names.py.
 REMOVED = {
     "data_weights": "every prompt is drawn equally often, so repeat a file to draw it more often",
     "reward_env": "reward functions see the whole environment of the trainer",

@@ -1,7 +1,7 @@
 """The presets of `--profile`: debug (the complete loop in seconds) and full (a real run).
 
-In: nothing. Out: options by name. The command line and the file of --config override them. Read
-before: cli.py.
+In: nothing. Out: options by name. The command line and the file of --config override the presets.
+Read before: cli.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ PROFILES: dict[str, dict] = {
     "debug": DEBUG,
     # For real runs on GPUs, with models of 0.5 to 8 billion parameters and verifiable answers.
     # The values are TRL's defaults, or common in published runs (DAPO, arXiv:2503.14476).
-    # None of them was tuned here.
+    # None of the values was tuned here.
     "full": {
         "num_generations": 16,  # more completions, so that hard problems get correct answers, too
         "generation_batch_size": 512,  # 32 prompts per step
@@ -28,7 +28,7 @@ PROFILES: dict[str, dict] = {
         "eval_steps": 25,
         "save_steps": 25,
         "save_total_limit": 3,
-        "log_completions": True,  # the first place to look when a reward rises too fast
+        "log_completions": True,  # look at these first if a reward rises too fast
         "num_completions_to_print": 1,
     },
 }

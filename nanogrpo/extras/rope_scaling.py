@@ -37,7 +37,7 @@ NUMBERS = {
 # yarn: a dimension with more than FAST rotations in the trained context keeps its frequency.
 # The frequency of a dimension with fewer than SLOW rotations is divided by the full factor.
 FAST, SLOW = 32, 1
-# Unsupported fields, each with the only value that is accepted, because it changes nothing.
+# Unsupported fields, each with the only accepted value, which changes nothing.
 NEUTRAL = {
     "mscale": 0,
     "mscale_all_dim": 0,

@@ -4,11 +4,11 @@
     nanogrpo train --model runs/base --data arithmetic …
 
 The model first learns to work out sums term by term. Then the model briefly imitates a lazy
-student. In four cases out of five, this student works out a short sum step by step, but blurts out
-the answer to a long sum. The base model copies both habits and so fails at sums that it could
-solve. The answers that it blurts out are mostly wrong, and those that it works out are mostly
-right. Nothing in this training says which habit is better. GRPO finds that out. In: a seed. Out: a
-checkpoint folder in Hugging Face's layout. Read next: train.py.
+student. In four cases out of five, this student works out a short sum step by step, but answers a
+long sum without any steps. The base model copies both habits and so fails at sums that it could
+solve. The base model's answers without steps are mostly wrong, and its answers with steps are
+mostly right. Nothing in this training says which habit is better. GRPO finds the better habit. In:
+a seed. Out: a checkpoint folder in Hugging Face's layout. Read next: train.py.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def write_tokenizer(folder: Path) -> Tokenizer:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = tokenizers.decoders.Fuse()  # joins tokens without spaces
     tokenizer.add_special_tokens(["<|pad|>", *TAGS[:3]])
-    tokenizer.add_tokens(TAGS[3:])  # reward functions must see these, so they are not special
+    tokenizer.add_tokens(TAGS[3:])  # visible to reward functions, so not special
     tokenizer.save(str(folder / "tokenizer.json"))
     template = (
         "{%- for m in messages %}"

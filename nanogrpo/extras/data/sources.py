@@ -57,14 +57,15 @@ class Sources(Feature):
             found = splits[wanted]
             if not hasattr(found, "to_list"):
                 return list(found)
-            found.data.validate(full=True)  # otherwise a damaged Arrow file could crash the process
+            found.data.validate(full=True)  # a damaged Arrow file could crash the process
             return found.to_list()
 
 
 def _variable(value: Any) -> Any:
     """Return the value of a chat template's variable. The data may contain the value as JSON text.
 
-    If objects have different fields, Arrow fills in the missing ones with nulls. These are dropped.
+    If objects have different fields, Arrow fills in the missing fields with nulls. These nulls are
+    dropped.
     """
     with contextlib.suppress(ValueError, RecursionError, TypeError):  # not JSON
         is_json = isinstance(value, str) and value.startswith(("[", "{"))
@@ -89,7 +90,7 @@ def _file(path: Path) -> list[dict]:
     if path.suffix == ".parquet":
         with reading(path, "write the file again", "cannot be read as Parquet"):
             return _import("pyarrow.parquet", path).read_table(path).to_pylist()
-    csv.field_size_limit(1 << 30)  # the default limit is too small for long solutions
+    csv.field_size_limit(1 << 30)  # the default size limit is too small for long solutions
     with reading(path, "name another file"), path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file, strict=True)
         found = []

@@ -25,8 +25,8 @@ from nanogrpo.feature import Feature
 from nanogrpo.rewards.plugin import split_arguments
 
 PREFIX = "reasoning_gym:"
-# HELD_OUT is added to the seed of held-out problems. Problem i is made from `seed + i`,
-# so data sets with seeds that are close together share problems.
+# HELD_OUT is added to the seed of held-out problems.
+# Problem i is made from `seed + i`, so data sets with close seeds would share problems.
 HELD_OUT = 1_000_000_000
 EVALUATE = {
     "simple_integration",
@@ -36,7 +36,7 @@ EVALUATE = {
     "spiral_matrix",
     "binary_matrix",
     "n_queens",
-    "composite",  # which may contain any other
+    "composite",  # may contain any other data set
 }
 ARITHMETIC = {"countdown", "puzzle24"}
 

@@ -1,7 +1,7 @@
 """The reward function `reasoning_gym`: score an answer with the verifier of its own data set.
 
 In: completions, and the column `reasoning_gym` that data.py writes. Out: a score from 0 to 1 for
-each completion. It runs in the same process as the user's reward functions. Read next:
+each completion. The function runs in the same process as the user's reward functions. Read next:
 extras/gym/data.py (which verifiers evaluate the answer), rewards/builtin.py.
 """
 

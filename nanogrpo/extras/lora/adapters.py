@@ -40,8 +40,8 @@ KNOWN = """
     auto_mapping revision base_model_name_or_path peft_version megatron_core qalora_group_size
     layers_pattern
 """
-# The accepted values of two more fields. Other values of init_lora_weights, such as "pissa", also
-# change the base weights.
+# The accepted values of two more fields.
+# Other values of init_lora_weights, such as "pissa", change the base weights, too.
 PLAIN = {"peft_type": ("LORA",), "init_lora_weights": (None, True, False, "gaussian")}
 
 
@@ -71,7 +71,8 @@ def initialize(model: Decoder, cfg: Config) -> None:
 
 
 def check_base(source: Path, cfg: Config) -> None:
-    """Raise UserError if --model is the base of --lora-adapter with adapters merged into it.
+    """Raise UserError if the weights of --model already contain adapters to the base of
+    --lora-adapter.
 
     A run's checkpoint contains its merged weights and, in a subfolder, its adapters. `source` is
     the folder of --model.
@@ -155,7 +156,7 @@ def write(weights: dict[str, Tensor], folder: Path, cfg: Config, device: str = "
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     if cfg.load_in_4bit:
         how = FOUR_BITS | {"bnb_4bit_compute_dtype": lora.base_dtype(cfg, device)}
-        if any(".language_model." in name for name in weights):  # there is a vision encoder
+        if any(".language_model." in name for name in weights):  # the model has a vision encoder
             how["llm_int8_skip_modules"] = ["model.visual", "lm_head"]
         (folder / QUANTIZATION).write_text(json.dumps(how, indent=2) + "\n")
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})

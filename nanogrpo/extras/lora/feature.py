@@ -1,8 +1,8 @@
 """Attach adapters to a run (--lora-r). With --load-in-4bit, the frozen weights are stored in four
 bits.
 
-In: the model of a run, before it has weights. Out: the same model with adapters. Without
-the adapters, it is also the reference model. A checkpoint also contains the adapters alone. Read
+In: the model of a run, before it has weights. Out: the same model with adapters. Without the
+adapters, the model is also the reference model. A checkpoint also contains the adapters alone. Read
 next: lora.py.
 """
 

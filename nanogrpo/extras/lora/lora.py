@@ -10,9 +10,9 @@ the same model, which can be used in two ways:
     disabled    the base model: the reference policy when beta > 0, so no second model is kept
 
 B starts at zero, so the initial policy equals the base model. The adapters are trained in float32.
-The frozen weights are stored in the dtype of the computation. On a GPU this is bfloat16, which
-halves their memory without changing the results. With --load-in-4bit, the matrices of the blocks
-are stored in four bits (nf4.py).
+The frozen weights are stored in the dtype of the computation. On a GPU, this dtype is bfloat16,
+which halves the memory of the frozen weights without changing the results. With --load-in-4bit, the
+matrices of the blocks are stored in four bits (nf4.py).
 
 Read next: adapters.py (PEFT's files), feature.py (how a run uses this).
 """

@@ -68,7 +68,7 @@ class Linear4bit(nn.Module):
     def __init__(self, base: nn.Linear):
         super().__init__()
         self.in_features, self.out_features = base.in_features, base.out_features
-        self.dtype = base.weight.dtype  # which training computes in
+        self.dtype = base.weight.dtype  # the dtype of the computation
         blocks, rest = divmod(base.weight.numel(), BLOCK)
         if rest:
             raise UserError(
@@ -190,9 +190,11 @@ class _Stored:
     """A four-bit matrix from bitsandbytes, with the methods of a safetensors slice."""
 
     def __init__(self, parts: dict[str, Tensor]):
-        """If the parts do not fit together, this may raise any exception."""
+        """Read the parts of a matrix. If the parts do not fit together, any exception may be
+        raised.
+        """
         state = json.loads(bytes(parts[KEYS[-1]].tolist()))
-        if state["blocksize"] != BLOCK:  # config.json does not say
+        if state["blocksize"] != BLOCK:  # not given in config.json
             raise ValueError(f"blocksize is {state['blocksize']} and not {BLOCK}")
         shape, offset = torch.Size(state["shape"]), torch.tensor(float(state["nested_offset"]))
         packed, absmax, factors = (parts[name] for name in ("", ".absmax", ".nested_absmax"))

@@ -1,9 +1,9 @@
 """Kernels for 4-bit NF4 weights: quantize, dequantize, and multiply a few rows of x by a weight.
 
 In: a weight whose size is a multiple of 64, in bf16, fp16 or fp32. Out: `Quantized`
-(nf4_reference.py) with two codes per byte. The other kernels compute from it the weight in bf16,
-fp16 or fp32, or its product with x [rows, in]. Four-bit weights are frozen (QLoRA, Dettmers et al.
-2023, arXiv 2305.14314), so there is no backward pass. Read next: nf4.py.
+(nf4_reference.py) with two codes per byte. From a `Quantized`, the other kernels compute the weight
+in bf16, fp16 or fp32, or the product of x [rows, in] and the weight. Four-bit weights are frozen
+(QLoRA, Dettmers et al. 2023, arXiv 2305.14314), so there is no backward pass. Read next: nf4.py.
 
 Equation.   For each block of 64 weights: a = max |w|;  c = argmin_c |w/a - NF4[c]|;  ŵ = NF4[c] a
             The a of 256 blocks are themselves quantized, in PyTorch: a' = max |a - ā|, with the
@@ -16,7 +16,8 @@ Product.    y = x Ŵᵀ with ŵ rounded to the dtype of x, as if it had been deq
             the GPU idle, so several programs divide the columns, and `sum` adds up their products.
 Bytes.      A weight takes 1/2 + 1/64 + 4/2¹⁴ = 0.516 bytes. Dequantizing to bfloat16 moves 2.516
             bytes per weight, the product 0.516, and a product with a bfloat16 weight 2 bytes.
-            For 4096 · 12,288 weights at 4.3 TB/s, the three take 29 µs, 6 µs and 23 µs.
+            For 4096 · 12,288 weights at 4.3 TB/s, these three operations take 29 µs, 6 µs and 23
+            µs.
 Reference.  `nf4_quantize`, `nf4_dequantize` and `nf4_matmul` in nf4_reference.py.
 """
 
@@ -49,7 +50,7 @@ def quantize_kernel(W, MIDPOINTS, PACKED, ABSMAX, blocks, BLOCKS: tl.constexpr):
     here = block < blocks
     at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     w = tl.load(W + at, mask=here[:, None], other=0.0).to(tl.float32)
-    # Compared as integers, magnitudes keep their order, and NaN is the largest.
+    # The bits are compared as integers: magnitudes keep their order, and NaN is the largest.
     magnitude = w.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     absmax = tl.max(magnitude, 1).to(tl.float32, bitcast=True)
     # Triton would make the number 1e-38 a float64, because it is subnormal in float32

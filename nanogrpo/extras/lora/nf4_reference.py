@@ -17,8 +17,9 @@ from torch import Tensor
 
 from nanogrpo.kernels.reference.log_softmax import blocks
 
-# NF4: quantiles of N(0, 1), divided by the largest. Their probabilities have equal steps:
-# seven from 1 - δ to 1/2, and eight from 1/2 to δ, with δ = 1 - (1/32 + 1/30) / 2.
+# NF4: quantiles of N(0, 1), divided by the largest quantile.
+# The quantiles' probabilities are seven equal steps from 1 - δ to 1/2, and eight from 1/2 to δ.
+# In these formulas, δ = 1 - (1/32 + 1/30) / 2.
 # So all codes are about equally frequent in a block of normal numbers, and 0 and ±1 are exact.
 # Dettmers et al. 2023, arXiv 2305.14314, appendix E. The digits are those of bitsandbytes.
 NF4 = torch.tensor(

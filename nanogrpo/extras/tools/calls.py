@@ -42,7 +42,7 @@ from nanogrpo.types import Conversation, Prompt, Sample
 
 BLOCK = re.compile(r"<think>(.*?)(?:</think>|\Z)|<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 FORM = '<tool_call>{"name": "...", "arguments": {...}}</tool_call>, in valid JSON'
-# These words mark places in a rendered template. No template contains them itself.
+# These words mark places in a rendered template. No template contains these words itself.
 QUESTION, ARGUMENT, ANSWER = "Qquestion7x", "Qargument7x", "Qanswer7x"
 
 
@@ -65,7 +65,7 @@ class ToolConversation(Conversation):
     """A completion with tool calls, as messages."""
 
     calls: int = 0
-    failures: int = 0  # how many of them failed
+    failures: int = 0  # the number of failed calls
 
 
 class ToolCalls:
@@ -88,7 +88,7 @@ class ToolCalls:
         self.template = {"enable_thinking": cfg.enable_thinking} | (cfg.chat_template_kwargs or {})
         # the most tokens of a prompt with an environment's observation, or None
         self.max_prompt_length: int | None = None
-        # Async tools share one event loop, because an HTTP client can only be used in one.
+        # Async tools share one event loop, because an HTTP client works only on one event loop.
         self.loop: asyncio.AbstractEventLoop | None = None
         self.stops = [
             tokenizer.decode([id], skip_special_tokens=False) for id in tokenizer.stop_token_ids
@@ -101,7 +101,7 @@ class ToolCalls:
         self.names = [each["name"] for each in described]
         self.arguments = {each["name"]: each["parameters"]["properties"] for each in described}
         self._check()
-        # Some templates end with "<think>", so the model starts inside a thought.
+        # Some templates end with "<think>", so the model starts inside its reasoning.
         opens = self._render([{"role": "user", "content": QUESTION}]).rstrip().endswith("<think>")
         self.opening = "<think>" if opens else ""
 
@@ -214,7 +214,7 @@ class ToolCalls:
             return future.result(self.timeout + 1.0 if self.timeout else None)
         except concurrent.futures.TimeoutError as e:  # a tool blocks the loop
             loop, self.loop = self.loop, None
-            # As soon as the tool returns, the loop ends. Until then, another one is used.
+            # As soon as the tool returns, the loop ends. The next calls use a new event loop.
             future.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
             return [call if isinstance(call, Answer) else failed(e) for call in calls]
 
@@ -230,7 +230,7 @@ class ToolCalls:
             {"role": "tool", "name": call.name or "unknown", "content": answer.content}
             for call, answer in zip(calls, answers)
         ]
-        # encoding a long answer takes minutes, and one of this length cannot fit
+        # an answer of this length cannot fit, and encoding it would take minutes
         long = sum(len(answer.content) for answer in answers) > self.longest * turns.room(s)
         if long or len(ids := self._between(messages)) >= turns.room(s):
             s.stopped = False  # the length limit ended the sample, not the model
@@ -261,8 +261,8 @@ class ToolCalls:
     def _after_turn(self, answers: list[dict]) -> str:
         """Return what the template writes after the end token of a turn with tool calls.
 
-        The conversation before that token does not matter, so a short one is rendered. Raises
-        ValueError if the template does not end a turn with a stop token.
+        The conversation before that token does not matter, so a short conversation is rendered.
+        Raises ValueError if the template does not end a turn with a stop token.
         """
         text = self._example(answers).partition(ARGUMENT)[2]
         _, end = min((text.index(stop), stop) for stop in self.stops if stop in text)

@@ -23,7 +23,7 @@ from nanogrpo.model.decoder import Decoder
 from nanogrpo.rewards import plugin
 from nanogrpo.types import Prompt, Sample
 
-if TYPE_CHECKING:  # these import the features
+if TYPE_CHECKING:  # run/setup.py imports the features
     from nanogrpo.run.setup import Inputs, Run
 
 
@@ -69,8 +69,8 @@ class Tools(Feature):
             self.calls = ToolCalls(self.cfg, tokenizer, self.functions, self.environments)
 
     def encode(self, prompt: Prompt, variables: dict, *_: Any) -> None:
-        """Show the tools to the model. The chat template does this, so a prompt that is plain text
-        becomes a message.
+        """Show the tools to the model. The chat template shows the tools, so a prompt that is plain
+        text becomes a message.
         """
         if not self.schemas:
             return

@@ -19,8 +19,8 @@ class Overtime(KeyboardInterrupt):
 
 @users_code()
 def limited(function: Callable[[], Any], seconds: float) -> Any:
-    """Call a function. If it has not returned after `seconds`, end it and raise TimeoutError. 0: no
-    limit.
+    """Call a function. If the function has not returned after `seconds`, end it and raise
+    TimeoutError. 0: no limit.
 
     A signal interrupts Python code, and code that waits for input. A computation in C is
     interrupted only when it returns. Only the main thread can use signals. A function that catches

@@ -7,8 +7,8 @@ model reads in between, such as a tool's answers.
                 turns.observe(s, calculate(turns.text(s)))        # read, but not trained on
 
 In: the samples of a step, without tokens. Out: the same samples with token_ids, is_model_token
-(false for tool output), logp (0 for tool output) and versions. A function may also set these
-fields itself, from its own engine. A completion, including tool answers, has at most
+(false for tool output), logp (0 for tool output) and versions. A rollout function may also set
+these fields itself, from its own engine. A completion, including tool answers, has at most
 max_completion_length tokens. examples/calculator.py is a complete example.
 
 The ranks of a run sample together: rank 0 sends the requests of all ranks to the vLLM servers. But
@@ -93,8 +93,8 @@ class Turns:
         return ids[0]
 
     def turn(self, samples: Sequence[Sample], stops: Sequence[int], done: bool = False) -> bool:
-        """Append one turn to each sample. Every rank must call it. done: this rank has no more
-        samples.
+        """Append one turn to each sample. Every rank must call this method. done: this rank has no
+        more samples.
 
         Return whether any rank still has turns to sample.
         """
@@ -157,7 +157,7 @@ class TurnsEngine(Wrapper):
     ):
         self.engine, self.function, self.tokenizer = engine, function, tokenizer
         self.vocab_size, self.gather = vocab_size, gather
-        # tools are such a function, too
+        # `ToolCalls` is such a function, too
         self.name = getattr(function, "option", f"--rollout: {name_of(function)}")
 
     def sample(
@@ -181,7 +181,7 @@ class TurnsEngine(Wrapper):
         except (Exception, SystemExit) as e:
             kind, text = type(e).__name__, text_of(e)
             raise UserError(f"{self.name} raised {kind}: {text}; fix the function.") from e
-        while turns.turn([], [], done=True):  # while other ranks have more turns
+        while turns.turn([], [], done=True):  # wait while other ranks have more turns
             pass
         for s in samples:
             self._check(s, params.max_tokens)

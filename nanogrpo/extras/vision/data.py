@@ -27,11 +27,11 @@ from nanogrpo.errors import UserError, reading
 
 COLUMNS = ("image", "images")
 ORIENTATION = 0x0112  # the EXIF tag; 1: upright
-FORMATS = "PNG, JPEG, WEBP, GIF, BMP, TIFF"  # Pillow starts programs for others
+FORMATS = "PNG, JPEG, WEBP, GIF, BMP, TIFF"  # for other formats, Pillow starts programs
 
 
 class Picture:
-    """An encoded RGB picture. When pickled for reward functions, it becomes a PIL image."""
+    """An encoded RGB picture. Pickling turns a picture into a PIL image for reward functions."""
 
     def __init__(self, data: bytes, size: tuple[int, int]):
         self.data, self.size = data, size
@@ -141,7 +141,7 @@ def decoded(value: Any, what: str) -> Picture:
         try:
             if is_file := isinstance(value, bytes):
                 image = Image.open(io.BytesIO(value), formats=FORMATS.split(", "))
-        except UnidentifiedImageError:  # its message has an address
+        except UnidentifiedImageError:  # the message would contain a memory address
             raise UserError(f"{what} is none of {FORMATS}: save it as PNG.") from None
         image.load()
         if image.mode[0] in "IF":  # convert("RGB") would clip the values at 255

@@ -23,7 +23,7 @@ DeepStack (Meng et al. 2024, arXiv 2406.04334). The outputs of a few encoder blo
           states of the image tokens after the first decoder layers.
 Rotary embedding of the decoder. A position has three axes: time, height, width (processor.py).
           Frequency i < E/2 uses the axis `VisionConfig.axes[i]`. Where the positions on all axes
-          are equal, as in text, this is ordinary rotary embedding.
+          are equal, as in text, the result is ordinary rotary embedding.
 
 Read before: model/decoder.py. Read next: data.py (pictures in data sets).
 """
@@ -44,7 +44,7 @@ from nanogrpo.model.attention import StripAttention
 from nanogrpo.model.decoder import Attend, Body, Decoder, Linear
 from nanogrpo.model.dispatch import functions_for
 
-if TYPE_CHECKING:  # processor.py needs Pillow; this file does not
+if TYPE_CHECKING:  # processor.py needs Pillow
     from nanogrpo.extras.vision.processor import Images
 
 EPS = 1e-6  # the epsilon of all norms
@@ -171,8 +171,8 @@ class Encoder(nn.Module):
         item: bytes per number. kind: --gradient-checkpointing.
         """
         c, D, F = self.cfg, self.cfg.hidden_size, self.cfg.intermediate_size
-        # A block keeps the input and output of two norms, q, k, v before and after rotation,
-        # attention's result and its copy for proj, two products of the MLP, and float32 statistics.
+        # A block keeps the input and output of two norms, and q, k, v before and after rotation.
+        # A block also keeps attention's result and its copy, two MLP products, and statistics.
         block = item * (11 * D + 2 * F) + 4 * (4 + c.num_heads)
         kept = {"none": block, "full": item * D, "selective": item * (7 * D + F)}[kind]
         trained = any(p.requires_grad for p in self.parameters())
@@ -191,7 +191,8 @@ class VisionBody(nn.Module):
         self.visual = Encoder(cfg)
         self.language_model = body
 
-    # What other code uses of a Body. It decodes text, where the three axes of a position are equal.
+    # The attributes of a Body that other code uses.
+    # This other code only decodes text, where the three axes of a position are equal.
     embed_tokens = property(lambda self: self.language_model.embed_tokens)
     layers = property(lambda self: self.language_model.layers)
     norm = property(lambda self: self.language_model.norm)

@@ -117,15 +117,15 @@ class Images:
     def positions(self) -> Tensor:
         """Return the positions [3, Q] of the prompt's tokens up to the last image token, int64.
 
-        Start with position = index, and go from the last picture to the first. A picture takes
-        max(h, w) positions, but h · w indices. So the positions of the picture and of all tokens
-        before it increase by the difference.
+        Start with position = index, and go from the last picture to the first. A picture takes h ·
+        w indices, but only max(h, w) positions. So the positions of the picture and of all earlier
+        tokens are moved up by the difference.
         """
         h, w = self.sizes[-1]
         out = torch.arange(self.starts[-1] + h * w).repeat(3, 1)
         for start, (h, w) in zip(reversed(self.starts), reversed(self.sizes)):
             end = start + h * w
-            out[:, :end] += h * w - max(h, w)  # what follows keeps its place
+            out[:, :end] += h * w - max(h, w)  # later tokens keep their positions
             first = out[0, start].clone()
             out[0, start:end] = first
             out[1, start:end] = first + torch.arange(h).repeat_interleave(w)
@@ -197,8 +197,9 @@ def prepare(
 
 
 def smart_resize(height: int, width: int, settings: Settings) -> tuple[int, int]:
-    """Return the height and width that a picture is resized to. Both are multiples of the side of a
-    token, with about the same aspect ratio as before, and min_pixels to max_pixels in total.
+    """Return the height and width that a picture is resized to. Height and width are multiples of
+    the side of a token. The aspect ratio stays about the same, and the number of pixels is from
+    min_pixels to max_pixels.
     """
     if max(height, width) > 200 * min(height, width):
         raise ValueError(
@@ -234,7 +235,7 @@ def patches(source: bytes, settings: Settings) -> np.ndarray:
 
 def values(source: bytes, settings: Settings) -> np.ndarray:
     """Return the rows of `Images.pixels` for one picture: (x / 255 - mean) / std, each patch once
-    per frame. There are only 3 · 256 possible values. They are computed in the same order and
+    per frame. There are only 3 · 256 possible values. The values are computed in the same order and
     precision as in transformers.
     """
     levels = (np.arange(256) * (1 / 255)).astype(np.float32)
