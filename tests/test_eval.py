@@ -79,6 +79,13 @@ def test_it_writes_every_completion_and_the_same_numbers_as_training(
         record["completion"] for record in records
     ]
 
+    # without options, a checkpoint is evaluated as its run did
+    assert commands.main(["eval", f"{tmp_path}/run/checkpoint-1"]) == 0
+    again = json.loads((tmp_path / "run/checkpoint-1/eval/eval.json").read_text())
+    last = next(row for row in lines(tmp_path / "run") if row.get("eval/after") == 1)
+    assert again["metrics"] == {name: last[name] for name in again["metrics"]}
+    assert f'"data": ["{data}"]' in capsys.readouterr().err
+
 
 @pytest.mark.parametrize(
     ("more", "message"),

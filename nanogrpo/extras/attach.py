@@ -66,7 +66,12 @@ def attach(cfg: Config, given: Given = NOTHING) -> list[Feature]:
 
     given: Python objects that replace names in the options (extras/api.py).
     """
-    return [*wanted(cfg, given)]
+    features = [*wanted(cfg, given)]
+    if features:
+        from nanogrpo.extras.summary import Closing
+
+        features.append(Closing())
+    return features
 
 
 def wanted(cfg: Any, given: Any) -> Iterator[Feature]:

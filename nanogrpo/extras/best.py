@@ -1,15 +1,13 @@
 """Also keep the checkpoint with the best evaluation: `--load-best-model-at-end`.
 
-In: the evaluations in the log. Out: a checkpoint that --save-total-limit never removes. The name of
-this checkpoint is logged at the end of the run. A resumed run reads the earlier evaluations from
-the log, so a checkpoint need not contain them. Read before: run/state.py (which saves and removes
-checkpoints).
+In: the evaluations in the log. Out: a checkpoint that --save-total-limit never removes. The run
+names it at the end. A resumed run reads the earlier evaluations from the log, so a checkpoint need
+not contain them. Read before: run/state.py (which saves and removes checkpoints).
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,8 +21,6 @@ from nanogrpo.logs.files import read_records
 
 if TYPE_CHECKING:
     from nanogrpo.run.setup import Inputs, Run
-
-logger = logging.getLogger("nanogrpo")
 
 
 @dataclass(frozen=True)
@@ -52,14 +48,18 @@ class BestOptions(Config):
             )
 
 
+def plain(metric: str) -> str:
+    """Return a metric's name without the affixes of the log or of TRL (eval/, rewards/, /mean)."""
+    return re.sub(r"^(eval[/_])?(rewards/)?|/mean$", "", metric)
+
+
 class Best(Feature):
     cfg: Any
 
     def __init__(self, cfg: BestOptions):
         self.cfg = cfg
         self.best: tuple[float, int] | None = None  # on the main rank: (value, steps)
-        # the metric's plain name, without the affixes of the log or of TRL (eval/, rewards/, /mean)
-        self.name = re.sub(r"^(eval[/_])?(rewards/)?|/mean$", "", cfg.metric_for_best_model)
+        self.name = plain(cfg.metric_for_best_model)
 
     def settings(self, cfg: Config, inputs: Inputs) -> None:
         """Check that --metric-for-best-model is a metric of this run's evaluations."""
@@ -78,9 +78,6 @@ class Best(Feature):
             if Path(run.cfg.output_dir, f"checkpoint-{done}").exists():
                 self.record(done, record)
         yield
-        if self.best:
-            value, step = self.best
-            logger.info("best checkpoint: checkpoint-%d (%s %.4g)", step, self.name, value)
 
     def record(self, done: int, record: dict) -> None:
         names = f"eval/{self.name}", f"eval/rewards/{self.name}"

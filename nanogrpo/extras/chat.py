@@ -4,8 +4,9 @@
     echo "34+5-7=" | nanogrpo chat runs/demo/checkpoint-60 --temperature 0
 
 In: messages, one per line. Out: the model's answers, printed while they are sampled. The options
-are those of train.py that concern the model and sampling. Read next: engine/local.py (which
-samples), model/tokenizer.py (the chat template).
+are those of train.py that concern the model and sampling. For a checkpoint of a run, options that
+are not given are those of the run (TAKEN). Read next: engine/local.py (which samples),
+model/tokenizer.py (the chat template).
 """
 
 from __future__ import annotations
@@ -31,11 +32,10 @@ from nanogrpo.run.setup import empty_model, sampling_params
 from nanogrpo.types import Prompt
 
 DESCRIPTION = """Chat with a checkpoint. Each line is a message. /clear starts a new conversation,
-/exit or Ctrl-D ends the program, and Ctrl-C stops an answer."""
-OPTIONS = """
-    model system_prompt enable_thinking chat_template_kwargs max_completion_length
-    temperature top_p top_k seed device
-"""
+/exit or Ctrl-D ends the program, and Ctrl-C stops an answer. For a checkpoint of a run, options
+that are not given are those of the run, except --max-completion-length."""
+TAKEN = "system_prompt enable_thinking chat_template_kwargs temperature top_p top_k"
+OPTIONS = f"{TAKEN} model max_completion_length seed device"
 PROGRAM = cli.parser(Config, OPTIONS.split(), "nanogrpo chat MODEL [options]", DESCRIPTION)
 MAX_CONTEXT = 16384  # tokens of a conversation; a GPU allocates the cache for all of them at once
 
@@ -97,7 +97,7 @@ class Chat:
 
 
 def main(argv: list[str]) -> None:
-    cfg = commandline.parse(argv, PROGRAM)
+    cfg = commandline.parse(argv, PROGRAM, TAKEN.split())
     # here, unlike in training, the temperature may be 0 (greedy)
     dataclasses.replace(cfg, data=("none",), temperature=cfg.temperature or 1.0).validate()
     with join(cfg) as world, contextlib.suppress(EOFError):

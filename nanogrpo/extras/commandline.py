@@ -7,10 +7,11 @@ alone does not accept. Read before: cli.py. Read next: trl_names.py (what TRL's 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from nanogrpo.errors import UserError, read_json, reading
 from nanogrpo.extras import trl_names
 from nanogrpo.extras.options import CHOICES, FIELDS, REMOVED, Config
 from nanogrpo.extras.profiles import PROFILES
+from nanogrpo.extras.summary import summarize
+from nanogrpo.logs.files import read_records
+from nanogrpo.logs.progress import print_line
 
 logger = logging.getLogger("nanogrpo")
 
@@ -41,12 +45,15 @@ _Loader.add_implicit_resolver(
 
 
 def parse(
-    argv: Sequence[str] | None = None, program: argparse.ArgumentParser | None = None
+    argv: Sequence[str] | None = None,
+    program: argparse.ArgumentParser | None = None,
+    taken: Container[str] = (),
 ) -> Config:
     """Return the options of a command line. The Config is not yet validated (see cli.parse).
 
     program: the parser of a program other than train.py. The first argument of such a program is
     the model.
+    taken: the options that are taken from the run of the model, unless the command line has them.
     """
     words = [*(sys.argv[1:] if argv is None else argv)]
     names = set() if program else trl_names.NAMES
@@ -66,7 +73,8 @@ def parse(
     given = {name: _scalars(value) for name, value in vars(found).items()}
 
     def translate(ours: cli.Options) -> cli.Options:
-        ours = {name: _translated(name, value) for name, value in ours.items()}
+        lower = of_run(str(ours.get("model")), taken)
+        ours = lower | {name: _translated(name, value) for name, value in ours.items()}
         given.update(ours | given)
         return trl_names.translate(given)
 
@@ -76,6 +84,21 @@ def parse(
     if given.get("eval_strategy") == "steps" and not cfg.eval_steps:  # a profile may set eval_steps
         raise UserError("--eval-strategy steps needs --eval-steps: give a number of steps.")
     return cfg
+
+
+def of_run(model: str, taken: Container[str]) -> cli.Options:
+    """Return and print these options of the run that wrote a checkpoint, if its log is there.
+
+    `data` are the held-out prompts of the run. Options with their default values are left out.
+    """
+    log = Path(model).parent / "metrics.jsonl"
+    run = summarize(read_records(log)).options if taken and log.exists() else {}
+    if run:
+        run |= {"data": run["eval_data"] or run["data"], "output_dir": f"{model}/eval"}
+    found = {n: v for n, v in run.items() if n in taken and v not in (None, [], FIELDS[n].default)}
+    if found:
+        print_line(f"options of the run {log.parent}: {json.dumps(found, ensure_ascii=False)}")
+    return found
 
 
 def _respelled(argv: Sequence[str]) -> list[str]:

@@ -22,6 +22,7 @@ HELP = """usage: nanogrpo COMMAND [options]
   serve    start a vLLM server that follows the trainer
   chat     talk to a checkpoint in the terminal
   eval     measure a checkpoint on held-out data
+  runs     list runs: what they learned, and the checkpoint to use
   plot     plot the log of a run
   view     look at a run in the browser: curves, completions and tokens
   warmup   teach a tiny model some arithmetic, to try things on
@@ -32,6 +33,7 @@ MODULES = {
     "chat": "nanogrpo.extras.chat",
     "eval": "nanogrpo.extras.eval",
     "plot": "nanogrpo.extras.plot",
+    "runs": "nanogrpo.extras.summary",
     "view": "nanogrpo.extras.view.server",
     "warmup": "nanogrpo.extras.arithmetic.warmup",
 }

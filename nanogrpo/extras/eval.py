@@ -1,11 +1,12 @@
 """Evaluate a checkpoint on held-out data: sample completions of each prompt, and score them.
 
-    nanogrpo eval runs/demo/checkpoint-60 --data arithmetic
+    nanogrpo eval runs/demo/checkpoint-60
     nanogrpo eval Qwen/Qwen3-0.6B --data test.jsonl --num-generations-eval 8 \\
         --eval-temperature 0.6 --output-dir runs/eval
 
 In: a checkpoint, prompts and reward functions, as for train.py. Evaluations during training have
-the same options and the same metrics. Out: the metrics, printed and written to
+the same options and the same metrics. For a checkpoint of a run, options that are not given are
+those of the run (TAKEN). Out: the metrics, printed and written to
 output_dir/eval.json. The file output_dir/eval.jsonl has every completion with its rewards. Read
 next: logs/metrics.py (`of_evaluation`).
 """
@@ -37,16 +38,19 @@ from nanogrpo.logs.files import replace, writing
 from nanogrpo.run import setup
 from nanogrpo.types import Prompt, Sample
 
-DESCRIPTION = """Sample completions of held-out prompts with a checkpoint, and score them.
+DESCRIPTION = """Sample completions of held-out prompts with a checkpoint, and score them. For a
+checkpoint of a run, options that are not given are those of the run.
 
-  nanogrpo eval runs/demo/checkpoint-60 --data arithmetic"""
-OPTIONS = """
-    model data dataset_config dataset_test_split prompt_column answer_column system_prompt
+  nanogrpo eval runs/demo/checkpoint-60"""
+TAKEN = """
+    data dataset_config dataset_test_split prompt_column answer_column system_prompt
     enable_thinking chat_template_kwargs max_prompt_length long_prompts output_dir
-    overwrite_output_dir reward_funcs reward_weights reward_timeout
-    num_generations_eval eval_temperature eval_samples max_completion_length
-    engine max_concurrent cache_tokens server vllm_python vllm_options vllm_gpus weight_transport
-    server_timeout seed device ddp_timeout
+    reward_funcs reward_weights reward_timeout
+    num_generations_eval eval_temperature eval_samples max_completion_length seed
+"""
+OPTIONS = f"""{TAKEN}
+    model overwrite_output_dir engine max_concurrent cache_tokens server vllm_python vllm_options
+    vllm_gpus weight_transport server_timeout device ddp_timeout
 """
 PROGRAM = cli.parser(Config, OPTIONS.split(), "nanogrpo eval MODEL [options]", DESCRIPTION)
 
@@ -117,7 +121,7 @@ def claim(cfg: Config) -> None:
 
 def main(argv: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    cfg = commandline.parse(argv, PROGRAM)
+    cfg = commandline.parse(argv, PROGRAM, TAKEN.split())
     folder = cfg.output_dir if cfg.output_dir != Config.output_dir else "runs/eval"
     cfg = dataclasses.replace(cfg, output_dir=os.path.abspath(folder), eval_steps=1)
     cfg.validate()

@@ -1,4 +1,4 @@
-"""Print the progress of a run: a summary, one row per step, and the last checkpoint.
+"""Print the progress of a run: a summary, one row per step, and the checkpoint.
 
 In: the sizes of the run, then the metrics of each step (logs/metrics.py). Out: lines of at most 120
 columns, for example
@@ -33,24 +33,27 @@ def summary(cfg: Config, prompts: int, held_out: int, trained: int, parameters: 
     """Return the first two lines of a run: the sizes of its data and of its model."""
     P = cfg.prompts_per_step
     data = f"{prompts:,} prompts" + (f" and {held_out:,} held-out prompts" if held_out else "")
-    epoch = f"{prompts / P:,.1f}".removesuffix(".0")
     share = "all" if trained == parameters else f"{trained:,} of"
     return (
-        f"{data}; with {P:,} per step, an epoch is {epoch} steps, and this run "
-        f"({cfg.max_steps:,} steps) is {number(cfg.max_steps * P / prompts)} epochs\n"
+        f"{data}; with {P:,} per step, an epoch is {round(prompts / P, 1):,.9g} steps, and this run"
+        f" ({cfg.max_steps:,} steps) is {number(cfg.max_steps * P / prompts)} epochs\n"
         f"training {share} {parameters:,} parameters"
     )
 
 
-def closing_line(cfg: Config, done: int) -> str:
-    """Return the last line of a run, which says where the model is and how to use it."""
-    checkpoint = f"{cfg.output_dir}/checkpoint-{done}"
+def print_end(cfg: Config, done: int, kept: set[str]) -> None:
+    """Print where the model is, and the commands that use it.
+
+    kept: the name of the best checkpoint, if there is one.
+    """
     early = f"stopped after {done} of {cfg.max_steps} steps (continue with --resume); "
-    early = early if done < cfg.max_steps else ""
-    return (
-        f"{early}the model is in {checkpoint}: try it with `nanogrpo chat "
-        f"{shlex.quote(checkpoint)}`, or measure it with `nanogrpo eval`"
-    )
+    run = shlex.quote(cfg.output_dir)
+    model = f"{run}/{min(kept, default=f'checkpoint-{done}')}"
+    print_line(f"""\
+{early if done < cfg.max_steps else ""}the model is in {model}; next:
+  nanogrpo chat {model}
+  nanogrpo eval {model}
+  nanogrpo view {run}""")
 
 
 # --- one row per step ---

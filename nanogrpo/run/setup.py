@@ -201,7 +201,7 @@ def closing(run: Run) -> Iterator[None]:
             stack.enter_context(feature.running(run) or contextlib.nullcontext())
         yield
     if run.done and run.world.main:  # the last save has finished
-        progress.print_line(progress.closing_line(run.cfg, run.done))
+        progress.print_end(run.cfg, run.done, run.saver.keep)
 
 
 # --- the parts ------------------------------------------------------------------------------------

@@ -116,10 +116,16 @@ def test_a_run_begins_with_its_sizes_and_ends_with_its_checkpoint(
         " (3 steps) is 1.000 epochs"
     )
     assert re.fullmatch(r"training \d,\d{3} of 5\d,\d{3} parameters", second)
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        f"the model is in {folder}/checkpoint-3: try it with `nanogrpo chat {folder}/checkpoint-3`,"
-        " or measure it with `nanogrpo eval`"
+    summary, *closing = capsys.readouterr().err.splitlines()[-5:]
+    assert re.fullmatch(
+        r"held-out reward \S+ → \S+, best \S+ after step [03]; 3 steps in 0:\d\d, \S+ tokens",
+        summary,
     )
+    assert closing == [
+        f"the model is in {folder}/checkpoint-3; next:",
+        *(f"  nanogrpo {command} {folder}/checkpoint-3" for command in ("chat", "eval")),
+        f"  nanogrpo view {folder}",
+    ]
     rows = [row for row in lines(folder) if "reward" in row]
     assert [row["epoch"] for row in rows] == [pytest.approx((i + 1) / 3) for i in range(3)]
 
@@ -135,7 +141,6 @@ def test_a_run_that_a_signal_stops_ends_with_its_checkpoint_too(whole, capsys, m
 
     monkeypatch.setattr(train, "log_step", stop_in_the_second_step)
     assert train.main([*argv, "--overwrite-output-dir"]) == 0
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("stopped after 2 of 3 steps (continue with --resume); the model is in ")
-    assert f"`nanogrpo chat {folder}/checkpoint-2`" in last
+    stopped = "stopped after 2 of 3 steps (continue with --resume); the model is in "
+    assert f"{stopped}{folder}/checkpoint-2;" in capsys.readouterr().err
     assert (folder / "checkpoint-2" / "config.json").exists()

@@ -4,8 +4,6 @@ Read next: nanogrpo/extras/best.py.
 """
 
 import json
-import logging
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,16 +81,14 @@ def test_the_metric_is_found_by_its_names(name, value):
     assert best.best == (value, 1)
 
 
-def test_the_best_checkpoint_of_a_run_is_named_at_the_end(rows_of, tmp_path, caplog):
-    with caplog.at_level(logging.INFO, "nanogrpo"):
-        rows_of(
-            "--eval-data FILES/data.jsonl --eval-steps 1 --save-steps 1 --eval-samples 4"
-            " --load-best-model-at-end --save-total-limit 1"
-        )
+def test_the_best_checkpoint_of_a_run_is_named_at_the_end(rows_of, tmp_path, capsys):
+    rows_of(
+        "--eval-data FILES/data.jsonl --eval-steps 1 --save-steps 1 --eval-samples 4"
+        " --load-best-model-at-end --save-total-limit 1"
+    )
     found = lines(tmp_path)
     scores = {row["eval/after"]: row["eval/reward"] for row in found if row.get("eval/after")}
     best = max(scores, key=lambda step: scores[step])
-    found = re.findall(r"best checkpoint: (\S+) \(reward \S+\)", caplog.text)
-    assert found == [f"checkpoint-{best}"]
+    assert f"the model is in {tmp_path}/checkpoint-{best};" in capsys.readouterr().err
     kept = {path.name for path in checkpoint.checkpoints(str(tmp_path))}
     assert kept == {f"checkpoint-{best}", "checkpoint-3"}
