@@ -19,19 +19,20 @@ HEAD = """# Benchmarks
 
 `python -m bench.readme` generates this page from the records in bench/results/, so do not edit this
 page. Each benchmark is a Python module, and `--help` shows its options. `make gpu` runs benchmarks
-on a GPU. You can repeat single stages of it, as in `make gpu STAGES="kernels step"`.
+on a GPU. To repeat single stages of `make gpu`, name them, as in `make gpu STAGES="kernels step"`.
 
 Each benchmark compares several programs, such as nanogrpo and TRL, which are called its sides. In a
-run, the sides alternate and use the same number of threads. The tables show medians and extremes.
-"Over TRL" is the speed of a side divided by TRL's speed. "Of TRL's" is the memory of a side divided
-by TRL's memory. We run TRL 1.16.0 with the settings that are best for it (bench/trl_run.py), and
-also show cases in which it is faster. "Not yet measured" means that there is no record.
+run of a benchmark, the sides alternate and use the same number of threads. The tables show medians,
+and the smallest and largest values. "Over TRL" is the speed of a side divided by TRL's speed.
+"Of TRL's" is the memory of a side divided by TRL's memory. We run TRL 1.16.0 with the settings that
+are best for TRL (bench/trl_run.py), and also show cases in which TRL is faster. A row says "not yet
+measured" if there is no record of a measurement.
 
-`python -m bench.compare OTHER_CHECKOUT` compares the speed of two checkouts. [Adding a
-row](../docs/benchmarks.md) takes three minutes.
+`python -m bench.compare OTHER_CHECKOUT` compares the speed of two checkouts of nanogrpo.
+[docs/benchmarks.md](../docs/benchmarks.md) shows how to add a row in three minutes.
 
-This table summarizes the page for two CPU cores in float32. TRL is its `GRPOTrainer`, which pads.
-Both sides have the same model, prompts, rewards and settings.
+This table summarizes the page for two CPU cores in float32. The side TRL is TRL's `GRPOTrainer`,
+which pads sequences. Both sides have the same model, prompts, rewards and settings.
 """
 
 

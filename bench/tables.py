@@ -83,7 +83,7 @@ def cannot(records: list[dict]) -> list[str]:
     return [
         "Peak memory is the peak of the trainer's process minus the memory of its imported"
         " libraries. The memory of a vLLM server is not included.",
-        *(f"{side} cannot run here: {why}." for side, why in missing),
+        *(f"{side} cannot run on this machine: {why}." for side, why in missing),
     ]
 
 
@@ -168,18 +168,19 @@ GPU_CASES = [
 ]
 BENCHES = {
     "parity_trl": Bench(
-        "How much do our results differ from those of TRL 1.16.0's own code in float64? The table"
-        " shows the largest relative difference of each quantity.",
+        "How much do nanogrpo's results differ from the results of TRL 1.16.0's own code in"
+        " float64? The table shows the largest relative difference of each quantity.",
         ("what", "cases", "inputs", "values", "metrics"),
         parity,
         notes=lambda records: [
-            "The tests allow differences of at most 1e-6. For metrics, which are logged in float32,"
-            " they allow 1e-5."
+            "The tests allow differences of at most 1e-6, and of at most 1e-5 for metrics, which"
+            " are logged in float32."
         ],
     ),
     "learning": Bench(
-        "Does nanogrpo learn as well as TRL, and how much faster is it? Both learn the tiny task"
-        " from the same base model. The table shows mean ± standard deviation over the seeds.",
+        "Does nanogrpo learn as well as TRL, and how much faster is nanogrpo? Both trainers train"
+        " the same base model on the tiny task. The table shows mean ± standard deviation over the"
+        " seeds.",
         (
             "side",
             "seeds",
@@ -194,9 +195,9 @@ BENCHES = {
         notes=tables_learning.curves_apart,
     ),
     "four_bits": Bench(
-        "Do LoRA adapters (r = 8) learn as well on a 4-bit base model as on one in bfloat16? They"
-        " learn the tiny task, and the word problems of `make real` with SmolLM2-135M-Instruct. The"
-        " table shows mean ± standard deviation over the seeds.",
+        "Do LoRA adapters (r = 8) learn as well on a 4-bit base model as on a bfloat16 base model?"
+        " One model learns the tiny task, and SmolLM2-135M-Instruct learns the word problems of"
+        " `make real`. The table shows mean ± standard deviation over the seeds.",
         (
             "base",
             "runs",
@@ -211,14 +212,14 @@ BENCHES = {
         "four_bits.png",
         notes=lambda records: [
             "On a CPU, peak memory is the peak of the process minus the memory of its imported"
-            " libraries. On a GPU, it is the largest amount of GPU memory that PyTorch allocated."
-            " On a CPU, the local engine needs a float32 copy of a bfloat16 base model. It needs no"
-            " copy of a 4-bit base model, because it dequantizes the weights in each decode step."
-            " On the GPU, all ten runs ran at the same time, so each took longer than it would"
-            " alone.",
+            " libraries. On a GPU, peak memory is the largest amount of GPU memory that PyTorch"
+            " allocated. On a CPU, the local engine needs a float32 copy of a bfloat16 base model."
+            " The engine needs no copy of a 4-bit base model, because it dequantizes the weights in"
+            " each decode step. All ten runs on the GPU ran at the same time, so each run took"
+            " longer than it would take alone.",
             "The weights of the 135M base model come from a package that has already rounded them"
-            " to other 4-bit values (examples/smollm2.py). Rounding them again, to NF4, reduces the"
-            " accuracy before training.",
+            " to other 4-bit values (examples/smollm2.py). Rounding these weights again, to NF4,"
+            " reduces the accuracy before training.",
             *tables_learning.rises(records),
         ],
     ),
@@ -242,8 +243,8 @@ BENCHES = {
     ),
     "real_model": Bench(
         "How fast does a real language model learn word problems? Both sides train"
-        " SmolLM2-135M-Instruct with the options of `make real`. Accuracies are mean ± standard"
-        " deviation over the runs.",
+        " SmolLM2-135M-Instruct with the options of `make real`. The table shows accuracies as"
+        " mean ± standard deviation over the runs.",
         (
             "side",
             "runs",
@@ -305,8 +306,8 @@ BENCHES = {
     "step_large": Bench(
         "How long does a training step of a real model take on a GPU? All weights are trained, with"
         " float32 master weights, bfloat16 compute and packed micro-batches of 16,384 tokens. The"
-        " goal for 0.6B on an H100 is 80,000 trained tokens/s. The formulas of docs/scale.md"
-        " predict 92,000.",
+        " goal for Qwen3-0.6B on an H100 is 80,000 trained tokens/s, and the formulas of"
+        " docs/scale.md predict 92,000 trained tokens/s.",
         (
             "case",
             "side",
@@ -328,7 +329,7 @@ BENCHES = {
         command="python -m bench.step_time --shape 0.6B",
         notes=lambda records: [
             "MFU (model FLOP utilization) is the FLOP of a step, without padding and recomputation,"
-            " divided by its time and by the device's dense peak FLOP/s."
+            " divided by the time of the step and by the dense peak FLOP/s of the device."
         ],
     ),
     "step_memory": Bench(
@@ -345,8 +346,9 @@ BENCHES = {
         (("even", "nanogrpo"), ("even", "vLLM"), ("uneven", "nanogrpo"), ("uneven", "vLLM")),
     ),
     "rollout_large": Bench(
-        "How fast does the local engine sample on a GPU, compared with vLLM? The goal for 0.6B on"
-        " an H100 is 25,000 useful tokens/s. The formulas of docs/scale.md predict 44,000.",
+        "How fast does the local engine sample on a GPU, compared with vLLM? The goal for"
+        " Qwen3-0.6B on an H100 is 25,000 useful tokens/s, and the formulas of docs/scale.md"
+        " predict 44,000 useful tokens/s.",
         ("case", "side", "tokens/s", "slowest – fastest"),
         lambda records: [line[:4] for line in rollout_speed(records)],
         [("0.6B, GPU, bfloat16, uneven, 256 at a time", side) for side in ("nanogrpo", "vLLM")],
@@ -380,7 +382,7 @@ BENCHES = {
     ),
     "plan": Bench(
         "How well does `bench.predict` predict the duration of a step? The benchmark first measures"
-        " the speeds of the CPU, and then compares predicted with measured seconds.",
+        " the speeds of the CPU, and then compares predicted times with measured times.",
         ("parameters", "phase", "predicted s", "real s", "predicted / real"),
         plan,
         [(size, "step") for size in ("3M", "38M", "135M")],
@@ -397,9 +399,9 @@ BENCHES = {
     ),
     "soak": Bench(
         "Does a run lose anything if it meets a random fault at a random time? Each run of a tiny"
-        " task gets one fault and is resumed until it is done. Its result must then equal that of a"
-        " run without faults. A broken promise is a different result, a traceback, or a process or"
-        " temporary file that remains after the run.",
+        " task gets one fault and is resumed until it is done. The result of the run must then"
+        " equal the result of a run without faults. A run breaks a promise if its result differs,"
+        " if it prints a traceback, or if it leaves a process or a temporary file.",
         ("fault", "runs", "starts", "broken promises"),
         soak,
         wanted=[

@@ -163,9 +163,9 @@ def shares(records: list[dict]) -> list[str]:
         if "peak_flops" in r:
             share = {phase: r[phase]["share_of_peak"] for phase in ("train", "sample")}
             notes.append(
-                f"Training reaches {share['train']:.0%}, and sampling {share['sample']:.0%}, of the"
-                " speed of the fastest matrix product measured in the same process"
-                f" ({r['peak_flops'] / 1e9:.0f} GFLOP/s)."
+                f"Training reaches {share['train']:.0%} of the speed of the fastest matrix product"
+                f" measured in the same process ({r['peak_flops'] / 1e9:.0f} GFLOP/s), and sampling"
+                f" reaches {share['sample']:.0%} of this speed."
             )
     if len(notes) == 1:
         notes.append("The fraction of the peak speed (--profile) is not yet measured.")
@@ -185,9 +185,9 @@ def replay_apart(records: list[dict]) -> list[str]:
     weights = max(r["weights_apart"] for r in theirs)
     return [
         "TRL was also trained on the completions that nanogrpo sampled, so that the two sides can"
-        f" differ only in training. Both then have the same held-out accuracy at {equal} of"
-        f" {len(both)} evaluations (at most {most:.3f} apart). TRL's final weights differ from ours"
-        f" by at most {weights:.1e} of their distance from the base model."
+        f" differ only in training. The two sides then have the same held-out accuracy at"
+        f" {equal} of {len(both)} evaluations (at most {most:.3f} apart). The final weights of the"
+        f" two sides differ by at most {weights:.1e} of their distance from the base model."
     ]
 
 
@@ -201,14 +201,17 @@ def rises(records: list[dict]) -> list[str]:
                 first, *_, last = (r["held_out"][step] for step in sorted(r["held_out"], key=int))
                 rise.append(100 * (last - first))
         span = f"{min(rise):+.1f} to {max(rise):+.1f} (mean {statistics.fmean(rise):+.1f})"
-        notes.append(f"{side}: held-out accuracy changes by {span} percentage points.")
+        notes.append(
+            f"In the runs `{side}`, held-out accuracy changes by {span} percentage points."
+        )
     return notes
 
 
 def vision(records: list[dict]) -> list[str]:
     notes = [
-        "A question asks for the sum of one, two or three dice. The sum is drawn uniformly from 6,"
-        " 11 or 16 possible values. So on average, a guess is right with a probability of 0.107."
+        "A question asks for the sum of one, two or three dice. The sum has 6, 11 or 16 possible"
+        " values, which are equally likely. So on average, a guess is right with a probability of"
+        " 0.107."
     ]
     notes += rises(records)
     busy = max(r["machine"]["load_average"] for r in records)
