@@ -1,4 +1,5 @@
 # demo: teach a small model arithmetic with GRPO.  real: teach a language model word problems.
+# speedrun: the same as fast as possible.
 # lint: check style and types.  test: run the tests.  test-vllm: run the tests against a real vLLM.
 # docs: write the documentation as a web site to build/docs, and check its links.
 # soak: run a tiny task with twenty random faults.  gpu: measure everything on an NVIDIA GPU.
@@ -6,7 +7,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo real docs test test-vllm soak gpu has-gpu lint clean
+.PHONY: demo real speedrun docs test test-vllm soak gpu has-gpu lint clean
 
 demo: .venv/plot.done
 	rm -rf runs/demo
@@ -28,6 +29,14 @@ real: .venv/real.done runs/smollm2
 
 runs/smollm2: | .venv/real.done
 	$(BIN)/python examples/smollm2.py $@
+
+# Train with the newest record of the speedrun (examples/speedrun/README.md), or with another file.
+RECORD ?= $(lastword $(sort $(wildcard examples/speedrun/records/*.json)))
+speedrun: .venv/real.done runs/smollm2
+	$(BIN)/python examples/word_problems.py runs/problems
+	cp $(RECORD) runs/speedrun.json
+	$(BIN)/python -m examples.speedrun.run runs/speedrun.json
+	$(BIN)/python -m examples.speedrun.verify runs/speedrun.json
 
 # The same tests on every machine: a GPU is hidden, and `make gpu` runs those that need one.
 test: .venv/test.done
