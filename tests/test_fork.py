@@ -39,27 +39,32 @@ def example(heading: str) -> dict:
 @pytest.fixture
 def gmpo(monkeypatch):
     """The example, and everything as it was afterwards."""
-    monkeypatch.setattr(objectives, "TERMS", dict(objectives.TERMS))
+    for table in (objectives.TERMS, grpo.DIVISORS):
+        monkeypatch.setitem(table, "gmpo", None)
     monkeypatch.setattr(FIELDS["loss_type"], "metadata", FIELDS["loss_type"].metadata)
     return example("A new loss")["gmpo"]
 
 
-def test_gmpo_has_one_term_a_sequence(gmpo):
-    model, cfg = tiny_model(), Config(epsilon=0.05, loss_type="gmpo")
-    prompt = Prompt(0, "", [1, 2, 3])
+def test_gmpo_is_the_papers_equation_on_completions_of_any_length(gmpo):
+    """Zhao et al. 2025 (2507.20673), equation 3: a mean over completions of
+    Π_t min(r_t^s, clip(r_t, e^-ε, e^ε)^s)^(s/n) · A, where s is the sign of A.
+    """
+    model, cfg = tiny_model(), Config(epsilon=0.05, epsilon_high=0.08, loss_type="gmpo")
+    prompt, lengths = Prompt(0, "", [1, 2, 3]), (2, 5, 9)
     samples = [
-        Sample(prompt, j, [5 + j, 7, 9], [-5.0] * 3, True, [0] * 3, advantage=a)
-        for j, a in enumerate((1.0, -1.0, 0.5))
+        Sample(prompt, j, [5 + j] * n, [-5.0] * n, True, [0] * n, advantage=a)
+        for j, (n, a) in enumerate(zip(lengths, (1.0, -1.0, 0.5)))
     ]
     (batch,) = packed(samples, cfg)
-    batch.old_logp = experience.logp(model, batch, cfg) - torch.tensor([0.1, -0.1, 0.03] * 3)
+    moved = torch.linspace(-0.1, 0.12, sum(lengths))  # log-ratios
+    batch.old_logp = experience.logp(model, batch, cfg) - moved
     out = model.forward_strip(batch, grpo.objective(batch, cfg, [objectives.Objectives(cfg)]))
-    # cut above, cut below
-    good, bad = math.exp((0.05 - 0.1 + 0.03) / 3), math.exp((0.1 - 0.05 + 0.03) / 3)
-    ratio = torch.tensor([good] * 3 + [bad] * 3 + [good] * 3)
-    torch.testing.assert_close(
-        out.loss, -(ratio * batch.advantage * batch.weight).sum(), rtol=1e-4, atol=1e-6
-    )
+    expected = 0.0
+    for s, ratios in zip(samples, moved.double().exp().split(lengths)):
+        held = ratios.clamp(math.exp(-0.05), math.exp(0.08))
+        pick = torch.minimum if s.advantage > 0 else torch.maximum
+        expected -= pick(ratios, held).prod() ** (1 / len(ratios)) * s.advantage / len(samples)
+    assert out.loss.item() == pytest.approx(expected.item(), rel=1e-5)
     out.loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
