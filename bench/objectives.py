@@ -114,9 +114,10 @@ EXPERIMENTS = {
         " 3 points below `dapo`, both in held-out and in training accuracy (2.3 and 2.4 standard"
         " errors). `gspo` also learns more slowly at first on the tiny model. All other"
         " differences from `dapo` are within the noise. `gspo` and `luspo` use one ratio per"
-        " sequence, with the narrow bounds of their papers. As a result, more than a third of the"
-        " sequences have no gradient. `gspo`, `sapo` and `luspo` also weight completions"
-        " differently, but the section on the normalizer finds no effect of such weights.",
+        " sequence, with the narrow bounds of their papers. Because of these bounds, more than a"
+        " third of the sequences have no gradient. `gspo`, `sapo` and `luspo` also weight"
+        " completions differently, but the section on the normalizer finds no effect of such"
+        " weights.",
     ),
     "group size": Experiment(
         "How many completions should each prompt get, if a step has 128 completions in total?",
@@ -131,11 +132,11 @@ EXPERIMENTS = {
         },
         "The differences between groups of 4, 8 and 16 are within the noise. Compared with groups"
         " of 8, groups of 2, 32 and 64 have a lower mean accuracy at the end (by 2 to 6 points)"
-        " and in training (by 7 to 10 points). But these differences are at most 2.3 standard"
-        " errors. One difference is clearer, although we had not planned to test it. In training,"
-        " groups of 32 are 7 points less accurate than groups of 16 (3.4 standard errors). So the"
-        " eight seeds suggest, but do not prove, that two kinds of groups learn more slowly:"
-        " groups of two, and large groups from few prompts.",
+        " and in training (by 7 to 10 points). But the differences from groups of 8 are at most"
+        " 2.3 standard errors. Another difference is larger, although we had not planned to test"
+        " it: in training, groups of 32 are 7 points less accurate than groups of 16 (3.4 standard"
+        " errors). So the eight seeds suggest, but do not prove, that two kinds of groups learn"
+        " more slowly: groups of two, and large groups from few prompts.",
     ),
     "baseline": Experiment(
         "What should be subtracted from a reward, and by what should the difference be divided?",
@@ -149,12 +150,12 @@ EXPERIMENTS = {
         },
         "If centered rewards are divided by the standard deviation of the batch instead of the"
         " group's, runs end 6.5 points higher (3.4 standard errors). But this difference may be"
-        " chance: the difference in training accuracy is within the noise, and so are the"
-        " differences from the rows without a division. All other differences from the first row"
-        " are within the noise. `rloo` subtracts the mean of the other seven completions. The"
-        " advantages of `rloo` are 8/7 times the advantages of the second row, and AdamW almost"
-        " cancels such a factor. So `rloo` and the second row should end alike, and we attribute"
-        " their difference of 2.4 ± 2.1 points to chance.",
+        " chance: the difference in training accuracy and the differences from the rows without a"
+        " division are within the noise. All other differences from the first row are within the"
+        " noise. `rloo` subtracts the mean of the other seven completions. The advantages of"
+        " `rloo` are 8/7 times the advantages of the second row, and AdamW almost cancels such a"
+        " factor. So `rloo` and the second row should end alike, and we attribute their difference"
+        " of 2.4 ± 2.1 points to chance.",
     ),
     "normalizer": Experiment(
         "By which number is the loss of a token divided?",
@@ -186,19 +187,20 @@ EXPERIMENTS = {
             "96 updates, no clip": f"{one_generation(96)} {NO_CLIP}",
         },
         "With the default clip of 0.2, the difference between one and four updates per generation"
-        " is within the noise. With 16 updates, runs end 10 points lower than with four. This"
-        " decrease is about as large as the difference between `luspo` and `sapo`. With 48 and 96"
-        " updates, runs end 20 and 25 points lower. These decreases are larger than any difference"
-        " in the tables above. With 96 updates, all completions come from the base model, and four"
-        " fifths of the gain in accuracy are lost. The clip causes much of the decrease. Without"
-        " the clip, runs with 16 updates end as high as runs with four updates (see the next"
-        " section). Runs with 48 and 96 updates end 10 points higher without the clip than with"
-        " the clip. Even without the clip, runs with 48 updates lose a third of the gain, and runs"
-        " with 96 updates lose half of it. Training on each completion twice does not change the"
-        " final accuracy beyond the noise. But with four updates, the training accuracy rises by"
-        " 2.5 points (2.6 standard errors). For rows with different numbers of generations,"
-        " compare only the held-out accuracies. With few generations, most completions come from"
-        " barely trained models, so the training accuracy is lower in any case.",
+        " is within the noise. With 16 updates, runs end 10 points lower than with four. A"
+        " decrease of 10 points is about as large as the difference between `luspo` and `sapo`."
+        " With 48 and 96 updates, runs end 20 and 25 points lower. Decreases of 20 points and more"
+        " are larger than any difference in the tables above. With 96 updates, all completions"
+        " come from the base model, and four fifths of the gain in accuracy are lost. The clip"
+        " causes much of the decrease. Without the clip, runs with 16 updates end as high as runs"
+        " with four updates (see the next section). Runs with 48 and 96 updates end 10 points"
+        " higher without the clip than with the clip. Even without the clip, runs with 48 updates"
+        " lose a third of the gain, and runs with 96 updates lose half of it. Training on each"
+        " completion twice does not change the final accuracy beyond the noise. But with four"
+        " updates, training twice raises the training accuracy by 2.5 points (2.6 standard"
+        " errors). For rows with different numbers of generations, compare only the held-out"
+        " accuracies. With few generations, most completions come from barely trained models, so"
+        " the training accuracy is lower in any case.",
     ),
     "clip": Experiment(
         "How far may the ratio move away from 1, with 16 updates per generation?",
@@ -220,9 +222,9 @@ EXPERIMENTS = {
         " with four updates per generation. Runs without clipping also end 8 points higher than"
         " runs with only the lower bound (3.3 standard errors). So the lower bound, which keeps"
         " tokens from becoming less likely, seems to slow learning more than it helps. But no row"
-        " tests this directly, by removing only the lower bound. `--delta 4` is an upper bound for"
-        " tokens with a negative advantage, and its effect is within the noise. Longer runs and"
-        " higher learning rates may give other results.",
+        " tests this explanation directly, by removing only the lower bound. `--delta 4` is an"
+        " upper bound for tokens with a negative advantage, and the effect of this bound is within"
+        " the noise. Longer runs and higher learning rates may give other results.",
     ),
     "tiny": Experiment(
         "Does a model learn with each loss type, and with other options of the loss? Here, the"
@@ -256,35 +258,38 @@ How do the objective, the group size, the baseline, the normalizer, staleness an
 learning? The command `python -m bench.objectives` writes this page (bench/objectives.py). Do not
 edit the page by hand.
 
-Accuracies are means ± standard deviations over the seeds. One point is an accuracy of 0.01. The
-column `held-out` is the accuracy after the last step, on problems that do not occur in training.
-For the word problems, each of 120 problems gets four sampled answers. The column `training` is the
-mean accuracy of all answers that were sampled for training, so `training` is higher if a run learns
-sooner. The column `entropy` is the entropy in the last step. This entropy tends to stay higher if a
-run learns less. The column `clipped` is the fraction of tokens that have no gradient because of the
-objective. For gspo and luspo, `clipped` is the fraction of sequences without a gradient. For cispo,
-`clipped` is the fraction of tokens whose ratio is clipped. These tokens keep their gradient.
+The tables show accuracies as means ± standard deviations over the seeds. One point is an accuracy
+of 0.01. The column `held-out` is the accuracy after the last step, on problems that do not occur in
+training. For the word problems, each of 120 problems gets four sampled answers. The column
+`training` is the mean accuracy of all answers that were sampled for training, so `training` is
+higher if a run learns sooner. The column `entropy` is the entropy in the last step. This entropy
+tends to stay higher if a run learns less. The column `clipped` is the fraction of tokens that have
+no gradient because of the objective. For gspo and luspo, `clipped` is the fraction of sequences
+without a gradient. For cispo, `clipped` is the fraction of tokens whose ratio is clipped. Clipped
+tokens of cispo keep their gradient.
 
 The column `minus first row` is the mean difference from the first row ± its standard error. Each
 run is compared with the run of the first row that has the same seed. Even if two rows were equally
-good, their difference would exceed a certain limit by chance in one of twenty cases. This limit is
-2.4 standard errors with eight seeds, and 2.8 standard errors with five seeds (Student's t). So a
-table with sixteen differences may well contain one that exceeds the limit by chance. The tables on
-group size, baseline and normalizer have the same eight runs in their first rows. If these eight
-runs ended low by chance, all differences in these tables are too high.
+good, their difference would exceed a certain limit by chance in one of twenty cases. The limit for
+one case in twenty is 2.4 standard errors with eight seeds, and 2.8 standard errors with five seeds
+(Student's t). So a table with sixteen differences may well contain a difference that exceeds the
+limit by chance. The tables on group size, baseline and normalizer have the same eight runs in their
+first rows. If these eight runs ended low by chance, all differences in these three tables are too
+high.
 
-No option was tuned for a single row. All rows of a table have the same learning rate. This rate is
-3e-5, from examples/word_problems.json, unless the options of all rows set another rate. Only the
-row `dapo, on policy` of the tiny model has its own learning rate. The page [grpo.md](grpo.md)
-explains the methods, and [equations.md](equations.md#the-loss-of-a-token) lists their equations.
+No option was tuned for a single row. All rows of a table have the same learning rate. The learning
+rate is 3e-5, from examples/word_problems.json, unless the options of all rows set another learning
+rate. Only the row `dapo, on policy` of the tiny model has its own learning rate. The page
+[grpo.md](grpo.md) explains the objectives, and [equations.md](equations.md#the-loss-of-a-token)
+lists their equations.
 
-The defaults are those of TRL, so that a command for TRL gives the same numbers. For cispo, gspo and
-luspo, TRL's defaults are not the values of the papers: with `--epsilon 0.2`, cispo bounds each
-weight by 0.2, and the ratios of sequences are almost never clipped. Without
-`--importance-sampling-level sequence`, luspo has ratios per token. A run with these defaults says
-so once, at its start. The rows below have the values of the papers. `--top-entropy-quantile` with
-sequence ratios also works as in TRL: it only scales the gradient of each completion, because every
-token of a completion is part of its ratio.
+The default values of options are those of TRL, so that a command for TRL gives the same numbers in
+nanogrpo. For cispo, gspo and luspo, TRL's defaults are not the values of the papers: with
+`--epsilon 0.2`, cispo bounds each weight by 0.2, and the ratios of sequences are almost never
+clipped. Without `--importance-sampling-level sequence`, luspo has ratios per token. At its start, a
+run with such a default logs the value of the paper. The rows below use the values of the papers.
+`--top-entropy-quantile` with sequence ratios also works as in TRL: the option only scales the
+gradient of each completion, because every token of a completion is part of its ratio.
 
 To repeat a row, run `python train.py` with the options of all rows and the options of this row,
 once for each of the seeds 0, 1, … (`--seed 0`). The word problems need `--model runs/smollm2`,
