@@ -121,7 +121,7 @@ def get_cosine_scaled_reward(
     Both rewards follow half a cosine wave.
     """
     if not max_len > 0:
-        raise UserError(f"--reward-funcs: max_len is {max_len}: it must be positive")
+        raise UserError(f"--reward-funcs: max_len is {max_len} but must be positive")
     right, wrong = (max_value_correct, min_value_correct), (min_value_wrong, max_value_wrong)
 
     def cosine_scaled_reward(

@@ -97,7 +97,7 @@ def clear(cfg: Config) -> None:
     found = [path for pattern in OURS.split() for path in folder.glob(pattern)]
     for path in checkpoint.checkpoints(folder):
         if not (path / "state.json").exists():
-            raise UserError(f"{path} is not of a run of nanogrpo: choose another --output-dir.")
+            raise UserError(f"{path} was not written by nanogrpo: choose another --output-dir.")
         found.append(path)
     inputs = [path.resolve() for path in named(cfg)]
     for path in found:

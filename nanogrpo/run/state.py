@@ -260,8 +260,8 @@ def latest(cfg: Config, origin: dict[str, str]) -> tuple[Path, dict[str, Any]] |
         then, today = (options.get(name, default) for options in (before, now))
         if then != today:
             raise UserError(
-                f"--resume: {folder} was written with {name} = {then}, now it is {today}: give the "
-                "same options."
+                f"--resume: {folder} was written with {name} = {then}, but {name} is now {today}: "
+                "give the same options."
             )
     for name in known | origin:
         if known.get(name) != origin.get(name):

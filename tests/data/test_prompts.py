@@ -328,8 +328,11 @@ def test_csv_gives_the_same_prompts_as_jsonl(tmp_path, chat):
     lines = write(tmp_path / "d.jsonl", *(json.dumps(row) for row in rows))
     assert fields(load(str(tmp_path / "d.csv"), chat)) == fields(load(lines, chat))
     for text, message in [
-        ("prompt,a\nx,1\n\ny\n", r"d\.csv:4: it has more or fewer fields than the first line"),
-        ("prompt,a\nx,1,2\n", r"d\.csv:2: it has more or fewer fields than the first line"),
+        (
+            "prompt,a\nx,1\n\ny\n",
+            r"d\.csv:4: the line has more or fewer fields than the first line",
+        ),
+        ("prompt,a\nx,1,2\n", r"d\.csv:2: the line has more or fewer fields than the first line"),
         ('prompt,a\nx,"1\n', r":2: not CSV in UTF-8 \(unexpected end of data\)"),
         (b"prompt,a\nx,\xff\n", r"not CSV in UTF-8 .*utf-8"),
         ("prompt,a\n", r"d\.csv holds no prompts"),

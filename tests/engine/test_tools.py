@@ -518,8 +518,8 @@ def test_a_time_limit_needs_the_main_thread():
     thread.start()
     thread.join()
     assert found == [
-        "--tool-timeout 30 needs a signal, which only the main thread receives: train there, or "
-        "use 0."
+        "--tool-timeout 30 needs a signal, which only the main thread receives: train in that "
+        "thread, or use 0."
     ]
 
 

@@ -190,7 +190,7 @@ def test_functions_factories_and_classes_of_the_user_take_arguments(own, timeout
         ("{own}:factory", r"raised TypeError: .*'value'; give those of \(value, times=2\) as"),
         ("{own}:fails:value=1", "it raised KeyError: 1; give those"),
         ("accuracy:strict=True", "the argument 'strict', but the function has only .completions"),
-        ("cosine:max_len=0", "max_len is 0: it must be positive"),
+        ("cosine:max_len=0", "max_len is 0 but must be positive"),
         ("soft_overlong:max_completion_len=0", "max_completion_len is 0 and"),
         ("soft_overlong:soft_punish_cache=1000", "max_completion_len is 100 and soft_punish_cache"),
         ("repetition_penalty:ngram_size=0", "ngram_size is 0 and"),

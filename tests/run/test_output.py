@@ -76,7 +76,7 @@ def test_overwriting_removes_only_what_runs_have_written(tmp_path):
     (tmp_path / "checkpoint-2").symlink_to(tmp_path / "elsewhere")  # moved and linked
     (other := tmp_path / "checkpoint-0").mkdir()  # a run would write or remove such a folder
     cfg = Config(output_dir=str(tmp_path), overwrite_output_dir=True)
-    with pytest.raises(UserError, match=rf"{other} is not of a run of nanogrpo: choose another"):
+    with pytest.raises(UserError, match=rf"{other} was not written by nanogrpo: choose another"):
         output.clear(cfg)
     other.rmdir()
     output.clear(cfg)

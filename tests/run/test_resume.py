@@ -333,7 +333,7 @@ def test_options_that_change_nothing_may_differ_and_max_steps_where_the_schedule
     free["reward_timeout"] = 600.0  # the advice to a run with slow functions
     assert start(tmp_path, tiny_base, resume=True, **free).step == 1
     start(tmp_path / "linear", tiny_base, lr_scheduler_type="linear").save()
-    with pytest.raises(UserError, match="max_steps = 100, now it is 900"):
+    with pytest.raises(UserError, match="max_steps = 100, but max_steps is now 900"):
         start(
             tmp_path / "linear", tiny_base, lr_scheduler_type="linear", resume=True, max_steps=900
         )
@@ -348,11 +348,13 @@ def test_an_option_that_one_side_lacks_counts_as_its_default(tmp_path, tiny_base
     assert Run(Config(**options), tiny_base).step == 0
     shutil.rmtree(tmp_path / "run" / "checkpoint-0")
     Run(Config(**options), tiny_base).save()
-    with pytest.raises(UserError, match=r"was written with lora_r = 0, now it is 4: give the same"):
+    with pytest.raises(
+        UserError, match=r"was written with lora_r = 0, but lora_r is now 4: give the same"
+    ):
         Run(Config(**options, lora_r=4), tiny_base)
     config = {"lora_r": 4}
     change(tmp_path / "run" / "checkpoint-0", config=config)
-    with pytest.raises(UserError, match=r"with lora_r = 4, now it is the default: give the same"):
+    with pytest.raises(UserError, match=r"with lora_r = 4, but lora_r is now the default: give"):
         Run(core, tiny_base)
 
 
@@ -361,7 +363,8 @@ def test_another_models_checkpoint_is_refused(tmp_path, tiny_base):
     other = write_base(tmp_path / "other", hidden_size=32)
     tied = write_base(tmp_path / "tied", tie_word_embeddings=True)
     with pytest.raises(
-        UserError, match=r"was written with model = .*now it is .*other: give the same options"
+        UserError,
+        match=r"was written with model = .*but model is now .*other: give the same options",
     ):
         start(tmp_path, other, resume=True)
     # as if the base model's folder now held another model

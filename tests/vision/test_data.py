@@ -171,7 +171,7 @@ MISTAKES = {
     "a bomb": (row(image=png(picture(80, 80))), r"decoded \(Image size \(6400 pixels"),
     "no picture": (row(), r"0 of its pictures are in columns, but its messages have 1 parts"),
     "two pictures": (row(images=[IMAGE, IMAGE]), r"2 of its pictures are in columns, but its mess"),
-    "written": ({"prompt": WRITTEN}, r"the number of pictures is 0, but that of image tokens is 1"),
+    "written": ({"prompt": WRITTEN}, r"there are 0 pictures but 1 image tokens"),
     "16 bits": (row(image=Image.new("F", (8, 8), 0.5)), r"its values have more than 8 bits"),
     "a video": (
         {"prompt": [{"role": "user", "content": [{"type": "video"}]}]},

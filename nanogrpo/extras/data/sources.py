@@ -100,8 +100,8 @@ def _file(path: Path) -> list[dict]:
             for row in rows:
                 if None in row or None in row.values():
                     raise UserError(
-                        f"{path}:{rows.reader.line_num}: it has more or fewer fields than the first"
-                        " line; put texts with commas in double quotes."
+                        f"{path}:{rows.reader.line_num}: the line has more or fewer fields than "
+                        "the first line; put texts with commas in double quotes."
                     )
                 found.append(row)
     return found

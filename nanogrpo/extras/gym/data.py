@@ -96,7 +96,8 @@ def dataset(source: str) -> Any:
         import reasoning_gym
     except ImportError as e:
         raise UserError(
-            "this needs the package reasoning-gym: pip install 'nanogrpo[reasoning]'."
+            "a source reasoning_gym:NAME needs the package reasoning-gym: "
+            "pip install 'nanogrpo[reasoning]'."
         ) from e
     name, given = split_arguments(source.partition(":")[2], "--data")
     if name in EVALUATE:

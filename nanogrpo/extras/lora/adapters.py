@@ -85,7 +85,8 @@ def check_base(source: Path, cfg: Config) -> None:
         if base == merged:
             raise UserError(
                 f"--lora-adapter {cfg.lora_adapter}: the weights of --model {cfg.model} already "
-                f"contain adapters to {names[0]}, and would then have two sets: use that model."
+                f"contain adapters to {names[0]}, so a second set would be added: use --model "
+                f"{names[0]}."
             )
 
 

@@ -174,7 +174,7 @@ def prepare(
     count = [*token_ids].count(token)
     if count != len(sources):
         raise UserError(
-            f"the number of pictures is {len(sources)}, but that of image tokens is {count}: write "
+            f"there are {len(sources)} pictures but {count} image tokens: write "
             "no image tokens in texts, and use a chat template that writes one per picture."
         )
     if token_ids and token_ids[-1] == token:
