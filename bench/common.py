@@ -47,8 +47,8 @@ REPLAYED = "TRL, our completions"
 
 
 def parser(bench: str, doc: str, threads: bool = True, **numbers) -> argparse.ArgumentParser:
-    """Return the parser of `python -m bench.<bench>`, with --out and, if `threads` is true,
-    --threads.
+    """Return the parser of `python -m bench.<bench>`, with the option --out and, if `threads` is
+    true, the option --threads.
 
     numbers: further options as name=(default, help), such as
     `prompt_length=(32, "tokens per prompt")`.
@@ -101,8 +101,8 @@ def add_cases(parser: argparse.ArgumentParser, cases: Sequence[str]) -> None:
 
 
 def small_qwen3(hidden: int, layers: int, vocab: int, context: int) -> ModelConfig:
-    """Return the model shape of the CPU benchmarks. It has tied weights, two query heads per key
-    head, and a head dimension of 32.
+    """Return the model shape of the CPU benchmarks. The model has tied weights, two query heads per
+    key head, and a head dimension of 32.
 
     With a hidden size of 256 and 4 layers, the model has about 3 M parameters.
     """

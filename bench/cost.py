@@ -106,7 +106,7 @@ GPUS = {
 def gpu(name: str) -> tuple[str, Device] | None:
     """Return a GPU by name, or by memory as in `24GB`. The second form takes the speeds of the GPU
     in `GPUS` whose memory is nearest, and of the slowest such GPU. The result is the name of the
-    GPU whose speeds are used, and the device. It is None if the name is neither.
+    GPU whose speeds are used, and the device. The result is None for any other name.
     """
     named = {key.lower(): key for key in GPUS}.get(name.lower())
     if named:

@@ -3,7 +3,8 @@ learning? Each experiment varies one of these settings, by default with five see
 
 In: nothing. A missing model is created as in `make demo` or `make real`. Out:
 results/objectives.json with one record per run. docs/objectives.md and its picture are created from
-these records. Each run calls train.py with the options of one row. This command runs a single row:
+these records. Each run calls train.py with the options of one row. The following command runs a
+single row:
 
     python -m bench.objectives --experiments clip --cases "0.2"
 

@@ -73,7 +73,7 @@ def ratios(bench: str, quantity: str, cases: Sequence[str], folder: Path) -> lis
     largest.
     """
     records = common.read(bench, folder)
-    if quantity == "over TRL":  # of all steps that both sides ran, so it is in no record
+    if quantity == "over TRL":  # computed from all steps of both sides
         columns = tables.BENCHES[bench].columns
         lines = [dict(zip(columns, line)) for line in tables.lines_of(bench, records)]
         cells = [line[quantity] for line in lines if line["side"] in cases]

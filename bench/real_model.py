@@ -15,8 +15,8 @@ interrupted benchmark can be continued. TRL takes longer, so by default it runs 
 only, for 8 steps (--trl-seeds, --trl-steps). The learning rate is constant, so these are also the
 first 8 steps of a longer run.
 
-With --profile, this command instead runs a few steps of nanogrpo. It compares their FLOP per second
-with the speed of the model's matrix products in the same process:
+With --profile, this command instead runs a few steps of nanogrpo. This mode compares the FLOP per
+second of the steps with the speed of the model's matrix products in the same process:
 
     training FLOP = 6·N·T + 6·V·D·M + 12·L·H·E·pairs        (step_large.py explains the letters)
     sampling FLOP = 2·N·S + 2·V·D·C + 4·L·H·E·pairs

@@ -7,7 +7,7 @@
         --eval-data runs/tools/test.jsonl
 
 The model has 0.3 million parameters and a chat template for tools. The model has learned how to
-call the calculator, but usually makes a guess, which is wrong. With GRPO, it soon calls the
+call the calculator, but usually makes a guess, which is wrong. With GRPO, the model soon calls the
 calculator for every product (`tools/call_frequency` in the log).
 
 With a real model, you do not need `make_base`, only a function like `multiply`. The class

@@ -3,11 +3,11 @@
     Config(model="runs/base", data=("arithmetic",)).validate()
 
 In: values, usually from the command line (cli.py). Out: a `Config`, which is frozen. Creating a
-`Config` with a value of the wrong type raises a UserError, and `validate` raises one for any other
-invalid value. The message of the error names the option and says what to do. Options have the same
-names as in TRL's GRPOConfig wherever the meaning is the same (docs/trl.md). To add an option, add a
-field to `Config`. The command line, the help, the JSON file and the checks are all derived from the
-fields. Extras add their own options in a subclass. Read next: train.py.
+`Config` with a value of the wrong type raises a UserError. `validate` raises a UserError for any
+other invalid value. The message of the error names the option and says what to do. Options have the
+same names as in TRL's GRPOConfig wherever the meaning is the same (docs/trl.md). To add an option,
+add a field to `Config`. The command line, the help, the JSON file and the checks are all derived
+from the fields. Extras add their own options in a subclass. Read next: train.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def option(default: Any, help: str, *limits: str, **rules: Any) -> Any:
     option mandatory; its text is the advice in the error message. `needs` says when this option has
     an effect: only if another option is set ("eval_steps"), or only if another option has one of
     some values ("loss_type=dapo|grpo"). `group` starts a new section of `--help`. `words` maps
-    other spellings of a value, such as TRL's true and false, to ours.
+    other spellings, such as TRL's true and false, to the allowed values.
     """
     return field(default=default, metadata={"help": help, "limits": limits, **rules})
 

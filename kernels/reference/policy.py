@@ -11,8 +11,9 @@ These functions are called between train.py and `policy_terms`:
           └─ policy_terms (below)              the loss of each token, and its derivative
 
 The derivatives are written out instead of left to autograd. The formulas specify what the kernels
-compute, and the fused head needs the derivatives during its forward pass. A test compares them with
-autograd and finite differences (tests/model/test_head.py). Read next: log_softmax.py.
+compute, and the fused head needs the derivatives during its forward pass. A test compares the
+derivatives with autograd and finite differences (tests/model/test_head.py). Read next:
+log_softmax.py.
 """
 
 from __future__ import annotations

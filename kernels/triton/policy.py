@@ -34,7 +34,8 @@ NAN = tl.constexpr(tl.PropagateNan.ALL)  # with this setting, min(NaN, 1) is NaN
 def growth_and_k3(x):
     """Return e^x - 1 and e^x - x - 1 without cancellation.
 
-    For |x| < 1/2, both are computed as a series. The first omitted term is less than 1e-8 of k3.
+    For |x| < 1/2, both results are computed as a series. The first omitted term is less than 1e-8
+    of k3.
     """
     series = 1.0 + x / 8.0 * (1.0 + x / 9.0)
     for i in tl.static_range(7, 2, -1):

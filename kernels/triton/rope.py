@@ -40,8 +40,8 @@ PROGRAMS = 512  # number of programs in the backward; each program fills two row
 
 @triton.jit
 def places(HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PAD: tl.constexpr):
-    """Return the offsets [ROWS, PAD] of the first halves of adjacent heads, and a mask of those
-    that exist.
+    """Return the offsets [ROWS, PAD] of the first halves of adjacent heads, and a mask of the
+    offsets that exist.
     """
     head = tl.arange(0, ROWS)[:, None]
     j = tl.arange(0, PAD)[None, :]

@@ -84,11 +84,11 @@ def _shard(model: Any, world: World) -> None:
     root unit.
 
     Master weights are float32. GPUs compute in bfloat16 and reduce gradients in float32. Other
-    devices do the same if frozen weights are stored in bfloat16. `cast_forward_inputs` is off
-    because it would turn the float32 rotary angles into bfloat16. A tied head is the same parameter
-    as the embedding, so it belongs to the root unit, whose parameters stay gathered between the
-    forward and the backward pass. If a tied head were a separate unit, the same matrix would be
-    gathered twice and receive gradients from two places.
+    devices also compute in bfloat16 if frozen weights are stored in bfloat16. `cast_forward_inputs`
+    is off because it would turn the float32 rotary angles into bfloat16. A tied head is the same
+    parameter as the embedding, so it belongs to the root unit, whose parameters stay gathered
+    between the forward and the backward pass. If a tied head were a separate unit, the same matrix
+    would be gathered twice and receive gradients from two places.
     """
     # Without a mesh, FSDP2 chooses the machine's accelerator, even for a model on the CPU.
     options: dict[str, Any] = {"mesh": init_device_mesh(world.device.type, (world.size,))}

@@ -48,8 +48,8 @@ extras, off by default (--help-all has their options, and says more about each o
 
 
 def parse(argv: Sequence[str] | None = None) -> Config:
-    """Return the options of a run, not yet validated. If the core's `Config` does not accept them,
-    the full `Config` reads them, and its error messages cover all options.
+    """Return the options of a run, not yet validated. If the core's `Config` does not accept the
+    options, the full `Config` reads them, and its error messages cover all options.
     """
     try:
         cfg = cli.parse(argv, Config, cli.parser(Config, epilog=SUMMARY))

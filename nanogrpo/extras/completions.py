@@ -5,9 +5,9 @@ In: the samples of a step. Out: `output_dir/completions/completions_00001.jsonl`
 number in a file's name counts finished steps, as in checkpoint-N. An evaluation writes
 eval_00001.jsonl. Each line is one completion with TRL's columns: step, prompt, completion, one
 column per reward function, reward, advantage, and then the columns of `log_extra`.
-`pandas.read_json(path, lines=True)` reads a file. If a prompt has pictures, small copies of them
-are written into the folder, and a column names them. Read before: logs/console.py. Read next: view/
-(a page that shows the files).
+`pandas.read_json(path, lines=True)` reads a file. If a prompt has pictures, small copies of the
+pictures are written into the folder, and a column contains the names of the copies. Read before:
+logs/console.py. Read next: view/ (a page that shows the files).
 """
 
 from __future__ import annotations

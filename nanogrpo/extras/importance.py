@@ -59,14 +59,14 @@ class Importance(Feature):
 def measured(weight: Tensor, world: World) -> dict[str, float]:
     """Return the metrics of all ranks' importance weights. weight: [M], this rank's weights.
 
-    importance_sampling_ratio/min, …       minimum, mean and maximum of the weights, as in TRL
-    masked                                 fraction of tokens with weight 0
-    ess                                    effective sample size as a fraction of the tokens,
-                                           (Σw)² / (M · Σw²): 1 when all weights are equal
+    * importance_sampling_ratio/min, mean and max: as in TRL.
+    * masked: the fraction of tokens with weight 0.
+    * ess: the effective sample size as a fraction of the tokens, (Σw)² / (M · Σw²). It is 1 if all
+      weights are equal.
     """
     weight = weight.double()
     found = world.spreads({"weight": weight, "square": weight * weight, "masked": weight == 0})
-    if not found:  # the engine's log-probs are the old ones, or every completion was masked
+    if not found:  # the engine's log-probs are the old log-probs, or every completion was masked
         return {}
     w, square = found["weight"], found["square"].mean
     return {
@@ -89,12 +89,12 @@ def correction(
 ) -> Tensor:
     """Return a factor for each token's loss, to correct for sampling from μ instead of π.
 
-    trainer_logp, engine_logp: [M]; sample: [M] int64, the sample each token belongs to. Returns [M]
+    trainer_logp, engine_logp: [M]; sample: [M] int64, the sample of each token. Returns [M]
     float32, without gradient. ρ = π/μ is computed per token, or per sample as the product (not the
     mean) over its tokens. The bounds of ρ are clip_min (None: 0) and clip_max.
 
-    token_truncate, sequence_truncate    ρ clamped to the bounds         (TIS: Yao et al. 2025)
-    token_mask, sequence_mask            ρ within the bounds, else 0     (IcePop, MIS)
+    * token_truncate, sequence_truncate: ρ clamped to the bounds (TIS, Yao et al. 2025).
+    * token_mask, sequence_mask: ρ if it is within the bounds, else 0 (IcePop, MIS).
     """
     delta = (trainer_logp - engine_logp).detach().float()  # [M]
     if mode.startswith("sequence"):

@@ -7,33 +7,30 @@ memory that is available, and the options with a value for each setting that the
 The model has n parameters: n_b in each block and n_r in the rest (embedding, head, norms). The run
 has W GPUs and micro-batches of T tokens, and computes in a dtype of b = 2 bytes:
 
-    parameters     4·n/W                      float32 master weights; 2·n/W for frozen ones that
-                                              are stored in bfloat16 (--lora-base-dtype), and
-                                              0.52·n/W in 4 bits (--load-in-4bit)
-    optimizer      8·n/W                      two float32 moments; about 2·n/W in 8 bits
-    gradients      4·n/W, or 4·n              4·n if gradients of several micro-batches are added
-                                              up, and reduced after the last one
-    gathered       b·(n_r + 2·n_b), or b·n    by FSDP: the root and two blocks, or all
-                                              (--reshard-after-forward never); torch 2.11 gathers
-                                              each byte of a 4-bit block as two bytes
-    dequantized    b·D·F                      the largest matrix, with --load-in-4bit
-    activations    T · per_token              per layer: `activation_bytes`
-    pictures       patches · per_patch        of a vision encoder (vision/model.py), assuming that
-                                              prompts consist of pictures only
-    key rows       2·b·K·E · (Tk - T)         per layer: keys and values of shared prompts, gathered
-                                              once per completion
-    logits         b·C·V + 4·V·D              one chunk of C rows, and the head's float32 gradient
-    engine         b·n + KV cache             its copy of the weights (with --load-in-4bit, only
-                                              of the adapters and, if W > 1, the 4-bit weights;
-                                              it shares the rest), and 2·b·K·E per layer and
-                                              token: all positions of all slots, or --cache-tokens
-                   or b·n                     with vLLM: rank 0's copy of the weights to send, and
-                                              the server, if it is on rank 0's GPU
-    checkpoint     12·n/W + 4·n               copies on the host while they are written; the last
-                                              term on rank 0 only, 2·n if the base is in bfloat16
-    reference      4·n/W                      with beta > 0; plus its gathered root, and its own
-                                              copy in a checkpoint if it follows the policy
-    reward models  b·n each                   on every rank
+* parameters, 4·n/W: float32 master weights. Frozen weights take 2·n/W in bfloat16
+  (--lora-base-dtype), and 0.52·n/W in 4 bits (--load-in-4bit).
+* optimizer, 8·n/W: two float32 moments. Moments in 8 bits take about 2·n/W.
+* gradients, 4·n/W or 4·n: 4·n if the gradients of several micro-batches are added up and then
+  reduced once.
+* gathered, b·(n_r + 2·n_b) or b·n: FSDP gathers the root and two blocks, or all weights
+  (--reshard-after-forward never). torch 2.11 gathers each byte of a 4-bit block as two bytes.
+* dequantized, b·D·F: the largest matrix, with --load-in-4bit.
+* activations, T · per_token: for each layer (`activation_bytes`).
+* pictures, patches · per_patch: activations of a vision encoder (vision/model.py), if prompts
+  consist of pictures only.
+* key rows, 2·b·K·E · (Tk - T): in each layer, the keys and values of shared prompts, gathered once
+  per completion.
+* logits, b·C·V + 4·V·D: one chunk of C rows, and the head's float32 gradient.
+* engine, b·n + KV cache: the engine's copy of the weights. With --load-in-4bit, the copy has only
+  the adapters and, if W > 1, the 4-bit weights. The cache takes 2·b·K·E per layer and token, for
+  all positions of all slots, or for --cache-tokens.
+* engine, b·n with vLLM: rank 0's copy of the weights to send, and the server, if the server is on
+  rank 0's GPU.
+* checkpoint, 12·n/W + 4·n: copies on the host while they are written. Only rank 0 has the last
+  term, which is 2·n if the base is in bfloat16.
+* reference, 4·n/W: with beta > 0. Its gathered root is added, and its own copy in a checkpoint if
+  the reference follows the policy.
+* reward models, b·n each: on every rank.
 
 With adapters, only trained parameters count towards the optimizer, the gradients and the first term
 of the checkpoint row. The head then has no gradient, and the reference needs no second model.
@@ -364,8 +361,8 @@ def spelled(cfg: Config) -> str:
 
 def for_sampling(cfg: Config, model: Decoder, world: World, completions: int) -> Config:
     """Return the options of an evaluation, with values for the embedded engine's slots and cache
-    unless the user has given them. On a GPU, both are as large as fits next to the engine's
-    weights. Every rank must call.
+    unless the user has given them. On a GPU, slots and cache are as large as fits next to the
+    engine's weights. Every rank must call.
 
     model: already on the device. completions: the number that this rank samples.
     """

@@ -142,7 +142,7 @@ class ObjectivesOptions(Core):
 
     @property
     def needs_two_phases(self) -> bool:
-        """Whether a token's loss differs from the core's, or depends on other tokens."""
+        """Whether a token's loss differs from the core's loss, or depends on other tokens."""
         return (
             self.loss_type not in CLIPPED
             or self.importance_sampling_level == "sequence"

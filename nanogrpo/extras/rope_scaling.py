@@ -1,16 +1,17 @@
-"""Scaling of rotary position embedding for longer contexts, as in Llama 3.
+"""Scaling of rotary position embedding for longer contexts, such as that of Llama 3.
 
 In: `rope_scaling` or `rope_parameters` of a config.json. Out: a `Scaling`, which scales the
 frequencies, or a UserError if a field is not supported. Importing this file adds these kinds to
 `SCALINGS`, where hf_config.py finds them. Scaling by a factor s keeps the angles of later
 positions in the range that the model was trained on:
 
-    linear    f_i / s
-    llama3    f_i / s if the wavelength 2π / f_i exceeds the trained context / low_freq_factor, f_i
-              if it is below the trained context / high_freq_factor, and a mixture in between
-    yarn      the same three cases, linear in i, with bounds in rotations per trained context;
-              cosines and sines are multiplied by 0.1 · ln s + 1, which sharpens attention
-              (Peng et al. 2023, arXiv 2309.00071)
+* linear: all frequencies become f_i / s.
+* llama3: a frequency becomes f_i / s if its wavelength 2π / f_i exceeds the trained context divided
+  by low_freq_factor. The frequency does not change if its wavelength is below the trained context
+  divided by high_freq_factor. Frequencies in between become a mixture of both.
+* yarn: the same three cases, with a mixture that is linear in i, and with bounds in rotations per
+  trained context. Cosines and sines are multiplied by 0.1 · ln s + 1, which sharpens attention
+  (Peng et al. 2023, arXiv 2309.00071).
 
 The operations are done in the same order as in transformers, because at position 100,000 even the
 last bit of f_i changes the angle. Read before: model/rope.py.

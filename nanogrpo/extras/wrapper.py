@@ -1,8 +1,8 @@
 """Engines that wrap other engines.
 
-    ahead.py              samples steps ahead of training
-    tools/turns.py        a user's function controls the turns of a completion
-    vllm/sleeping.py      frees the memory of a server while the trainer trains
+* ahead.py samples steps ahead of training.
+* tools/turns.py lets a user's function control the turns of a completion.
+* vllm/sleeping.py frees the memory of a server while the trainer trains.
 
 In: an engine (engine/base.py). Out: an engine that the training loop uses in the same way. Read
 next: ahead.py.

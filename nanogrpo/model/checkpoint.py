@@ -223,7 +223,7 @@ def flush(path: Path) -> None:
 
 def export(model: Decoder, folder: Path, tokenizer: Tokenizer | None = None) -> None:
     """Write a model into an existing folder, in the dtype of the model. Shards are gathered, so
-    every rank must call this.
+    every rank must call this function.
     """
     write_model(weights.host_weights(model), model.cfg.to_dict(), folder, tokenizer)
 

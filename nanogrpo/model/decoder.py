@@ -10,8 +10,8 @@ Hugging Face, so loading and saving checkpoints needs no mapping (checkpoint.py)
 
 The model knows nothing about GRPO, engines, or sharding (distributed/fsdp.py). Training, prefill
 and decoding run the same code and differ only in `attend`. The result of a block is the sum of two
-tensors. The block returns both, so that the norm of the next block can add them in its own GPU
-kernel. Norms, rotation and SwiGLU are functions from kernels/reference/ on a CPU, and Triton
+tensors. The block returns both tensors, so that the norm of the next block can add them in its own
+GPU kernel. Norms, rotation and SwiGLU are functions from kernels/reference/ on a CPU, and Triton
 kernels with the same names on a GPU (dispatch.py). Read next: attention.py, then head.py.
 """
 

@@ -19,7 +19,7 @@ from nanogrpo.model.sdpa import Backend, Bounds, sdpa
 @functools.cache
 def varlen_function() -> Callable[..., Any]:
     """Return torch's function with support for grouped queries. In torch 2.11, support for grouped
-    queries is always on. In later versions of torch, an argument turns it on.
+    queries is always on. In later versions of torch, an argument turns this support on.
     """
     from torch.nn.attention.varlen import varlen_attn
 

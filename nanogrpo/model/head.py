@@ -46,7 +46,8 @@ class PolicyOut(NamedTuple):
 
 def default_chunk(vocab: int, dtype: torch.dtype, device: torch.device) -> int:
     """Return the number of rows of logits in a chunk. A chunk takes at most 2.5 GB on CUDA (8227
-    rows for Qwen3 in bfloat16). On other devices, it takes at most 200 MB and has at most 512 rows.
+    rows for Qwen3 in bfloat16). On other devices, a chunk takes at most 200 MB and has at most 512
+    rows.
 
     The limit of 512 rows keeps temporary tensors small, so the allocator reuses their memory.
     Larger temporary tensors would need new pages from the operating system each time (docs/log.md).

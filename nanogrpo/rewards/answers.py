@@ -48,8 +48,8 @@ def extract_answer(text: str) -> str | None:
     """Return the final answer in a text, or None.
 
     The answer is the first of these that exists: the last \\boxed{…}, the last <answer>…</answer>,
-    the text after the last #### in its line, and the formula after the last word "answer". (A text
-    after #### that has words but no number may be a heading, so the formula is preferred.) Answers
+    the text after the last #### in its line, and the formula after the last word "answer". A text
+    after #### that has words but no number may be a heading, so the formula is preferred. Answers
     joined by "or", "and" or a comma are returned together, for example "3, 5", because none of them
     is the full answer. Text before </think> is ignored, and so is text after an unclosed <think>.
     The time is linear in the length of the text, even if a completion repeats an unclosed \\boxed{

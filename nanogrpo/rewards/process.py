@@ -73,7 +73,7 @@ class RewardProcess:
             f"main({theirs.fileno()}, {os.getpid()})"
         )
         # In a session of its own, the process does not receive Ctrl-C from the terminal.
-        # Also, it can be killed together with its children.
+        # The process can also be killed together with its children.
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", program],

@@ -9,8 +9,8 @@ Built-in functions run in the trainer. The user's functions run in a process tha
 
     In time:         The function returns within --reward-timeout seconds, and its rewards are used.
     Hang or crash:   The call is lost, and all rewards of this rank's samples are set to None. So
-                     their advantages are 0. (A reward of 0 would be trained on as if the
-                     function had returned it.) The run logs a warning, counts the prompts in
+                     the advantages of these samples are 0. Rewards of 0 instead of None would be
+                     trained on. The run logs a warning, counts the prompts in
                      `rewards/failures`, and starts the process again. After three lost steps in a
                      row, the run stops.
     Mistake:         An exception, a wrong number of values, or a value that is not a number stops

@@ -88,8 +88,8 @@ def _holds_a_run(folder: Path) -> bool:
 
 
 def clear(cfg: Config) -> None:
-    """Remove the files of an earlier run if --overwrite-output-dir is set. Call this after all
-    other checks.
+    """Remove the files of an earlier run if --overwrite-output-dir is set. Call this function after
+    all other checks.
     """
     if not cfg.overwrite_output_dir or cfg.resume:
         return

@@ -65,9 +65,9 @@ def tensors(
     """Return the master weights and moments by name, and the number of updates. The caller saves
     these tensors or loads values into them.
 
-    Only trained parameters are included, because the others are read from --model. The tensors of a
-    sharded model are DTensors, which know their position in the full tensor. So a run can resume on
-    another number of ranks.
+    Only trained parameters are included, because all other parameters are read from --model. The
+    tensors of a sharded model are DTensors, which know their position in the full tensor. So a run
+    can resume on another number of ranks.
     """
     fsdp.reshard(model)
     out: dict[str, Tensor] = {}

@@ -30,7 +30,7 @@ from torch import Tensor
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # large enough for the full bandwidth, but small compared with a model
 BUCKET_BYTES = 256 << 20
-ALIGN = 64  # bytes; each tensor starts at a multiple of this, which suits every dtype
+ALIGN = 64  # bytes; each tensor starts at a multiple of this number, which suits every dtype
 FAR = timedelta(days=7)  # the timeout of an NCCL group, far longer than our own timeout
 POLL = 0.0005  # seconds between two checks of an NCCL broadcast; NCCL's own wait takes up to 10 ms
 

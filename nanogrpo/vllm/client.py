@@ -159,7 +159,7 @@ class VLLMEngine:
     ) -> list[Sample]:
         """Sample for the prompts of all ranks, on rank 0 alone.
 
-        A thread may call this while the loop trains (extras/ahead.py).
+        A thread may call this method while the loop trains (extras/ahead.py).
         """
         groups = [GroupRequest(p, n, protocol.body(p, n, params, step)) for p in prompts]
         idle = 0  # consecutive rounds in which a server was alive, but no group was finished

@@ -4,13 +4,13 @@ internals.
 In: buckets of checkpoint tensors (buckets.py), by broadcast or by shared memory. Out: these weights
 in vLLM's model, fused, sharded or packed as its kernels need them. Every worker of vLLM imports
 this file before it loads the model (`--worker-extension-cls`, see serve.py). The trainer never
-imports it. vLLM calls these methods for the routes of the same names:
+imports this file. vLLM calls these methods for the routes of the same names:
 
-    init_transfer_engine     once per trainer: join the group, or map the memory
-    start_weight_update      does nothing: weights stay usable until the first bucket arrives
-    update_weights           receives and loads one bucket after another
-    finish_weight_update     does nothing
-    shutdown                 disconnects from the trainer
+* init_transfer_engine joins the group, or maps the memory, once per trainer.
+* start_weight_update does nothing, so weights stay usable until the first bucket arrives.
+* update_weights receives and loads one bucket after another.
+* finish_weight_update does nothing.
+* shutdown disconnects from the trainer.
 
 Read before: buckets.py, sync.py. Read next: serve.py.
 """
@@ -59,8 +59,8 @@ class Transfer(WeightTransferEngine):
         self.info = info
 
     def start_weight_update(self) -> None:
-        """Do nothing. vLLM's own engines discard the old weights here. Our engine discards them in
-        `update_weights`, so a start without an update does no harm.
+        """Do nothing. vLLM's own engines discard the old weights here. Our engine discards the old
+        weights in `update_weights`, so a start without an update does no harm.
         """
 
     def update_weights(self, update_info: dict) -> None:

@@ -71,8 +71,7 @@ def initialize(model: Decoder, cfg: Config) -> None:
 
 
 def check_base(source: Path, cfg: Config) -> None:
-    """Raise UserError if the weights of --model already contain adapters to the base of
-    --lora-adapter.
+    """Raise UserError if --model already contains adapters to the base model of --lora-adapter.
 
     A run's checkpoint contains its merged weights and, in a subfolder, its adapters. `source` is
     the folder of --model.
@@ -127,7 +126,7 @@ def load(model: Decoder, folder: Path, cfg: Config) -> None:
 @torch.no_grad()
 def host_adapters(model: Decoder, keep: bool = True) -> dict[str, Tensor]:
     """Return copies of the adapters in host memory, under PEFT's names and in float32. Every rank
-    must call this; a rank with `keep` off gets an empty dict.
+    must call this function; a rank with `keep` off gets an empty dict.
     """
     out = {}
     for name, p in model.named_parameters():
@@ -138,7 +137,7 @@ def host_adapters(model: Decoder, keep: bool = True) -> dict[str, Tensor]:
 
 def write(weights: dict[str, Tensor], folder: Path, cfg: Config, device: str = "cpu") -> None:
     """Write a folder in PEFT's format. weights: the result of `host_adapters`; device: the type of
-    device on which they were trained.
+    device on which the adapters were trained.
     """
     alpha = cfg.lora_alpha
     config = {

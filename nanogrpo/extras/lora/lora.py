@@ -5,9 +5,10 @@ B [out, r] are trained. The scale is alpha/r, or alpha/√r with --use-rslora (K
 In: a Decoder. `LoRALinear` replaces the chosen layers; parameter names do not change. Out:
 the same model, which can be used in two ways:
 
-    merged      W + scale · B A as a new tensor: engines sample with it and transformers loads it.
-                W itself is never overwritten.
-    disabled    the base model: the reference policy when beta > 0, so no second model is kept
+* With adapters merged: W + scale · B A is a new tensor, which engines and checkpoints use. W itself
+  is never overwritten.
+* With adapters disabled: the base model is the reference policy when beta > 0, so no second model
+  is kept.
 
 B starts at zero, so the initial policy equals the base model. The adapters are trained in float32.
 The frozen weights are stored in the dtype of the computation. On a GPU, this dtype is bfloat16,
@@ -102,8 +103,8 @@ def base_dtype(cfg: Config, device: str) -> str:
 
 def attach(model: Decoder, cfg: Config, device: str = "cpu") -> None:
     """Freeze the model and add adapters to the chosen layers, unless --lora-r is 0. Call this
-    before the weights are loaded and sharded. With --load-in-4bit, all linear layers of the blocks
-    also become four-bit layers. device: the type of device for the model.
+    function before the weights are loaded and sharded. With --load-in-4bit, all linear layers of
+    the blocks also become four-bit layers. device: the type of device for the model.
     """
     if not cfg.lora_r:
         return

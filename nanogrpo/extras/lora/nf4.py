@@ -5,10 +5,10 @@ In: a block's linear layers before they have weights (lora.py), then a checkpoin
 as floats or quantized by bitsandbytes (checkpoint.py). Out: layers with 0.52 bytes per weight. The
 n weights of a matrix, row by row, are divided into blocks of 64:
 
-    weight  [n/64, 32]  two 4-bit codes per byte; a row is a block
-    absmax  [n/64, 1]   the largest absolute value of each block, as an 8-bit code
-    nested  [k+1, 4]    float32 numbers as bytes: a factor for every 256 codes of absmax, and the
-                        mean of all values of absmax
+* weight [n/64, 32] has two 4-bit codes per byte. A row is a block.
+* absmax [n/64, 1] is the largest absolute value of each block, as an 8-bit code.
+* nested [k+1, 4] has float32 numbers as bytes: a factor for every 256 codes of absmax, and the mean
+  of all values of absmax.
 
 The three tensors are stored as bytes, because FSDP would cast floats to another dtype. FSDP shards
 each tensor by rows, and gathers it before a layer computes.

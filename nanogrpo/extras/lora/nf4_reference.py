@@ -18,7 +18,7 @@ from torch import Tensor
 from nanogrpo.kernels.reference.log_softmax import blocks
 
 # NF4: quantiles of N(0, 1), divided by the largest quantile.
-# The quantiles' probabilities are seven equal steps from 1 - δ to 1/2, and eight from 1/2 to δ.
+# The probabilities form seven equal steps from 1 - δ to 1/2, and eight equal steps from 1/2 to δ.
 # In these formulas, δ = 1 - (1/32 + 1/30) / 2.
 # So all codes are about equally frequent in a block of normal numbers, and 0 and ±1 are exact.
 # Dettmers et al. 2023, arXiv 2305.14314, appendix E. The digits are those of bitsandbytes.
@@ -77,8 +77,8 @@ def quantize_absmax(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize absmax [blocks], too. Return the codes [blocks], nested_absmax and
     nested_offset.
 
-    Like bitsandbytes on a CPU, this rounds x/nested_absmax to the nearest of 2¹⁶ points in [-1, 1],
-    and that point to the nearest code.
+    Like bitsandbytes on a CPU, this function rounds x/nested_absmax to the nearest of 2¹⁶ points in
+    [-1, 1], and then the point to the nearest code.
     """
     offset = absmax.mean()
     x = in_blocks(absmax - offset)

@@ -145,7 +145,9 @@ class ToolCalls:
             s.prompt = shown[key]
 
     def _observed(self, prompt: Prompt, observation: str, others: int) -> Prompt:
-        """Return a prompt with an observation. others: how many observations it already has."""
+        """Return a prompt with an observation. others: the number of observations in the prompt so
+        far.
+        """
         if not (observation or others):
             return prompt
         last: Any = prompt.text[-1]  # a dict, see `Tools.encode`
@@ -377,8 +379,8 @@ def types_of(schema: dict) -> list[str]:
 
 
 def converted(text: str, schema: dict) -> Any:
-    """Return a text as the first type of a schema that it fits, as transformers and so TRL do. If
-    it fits none, return it unchanged. The tool may refuse it.
+    """Convert a text to the first type of a schema that fits, as transformers and TRL do. A text
+    that fits no type is returned unchanged. The tool may refuse it.
     """
     word = text.strip()
     for type in types_of(schema):

@@ -14,7 +14,7 @@ from nanogrpo.rewards.call import users_code
 
 
 class Overtime(KeyboardInterrupt):
-    """Raised in a function when its time is up. `except Exception` does not catch it."""
+    """Raised in a function when its time is up. `except Exception` does not catch this class."""
 
 
 @users_code()

@@ -99,7 +99,7 @@ class Turns:
         Return whether any rank still has turns to sample.
         """
         # The first turns of a group can share the computation of their prompt.
-        # For this, the function must pass complete groups in the original order.
+        # Sharing requires that the function passes complete groups in the original order.
         groups = len(samples) % self.n == 0 and all(
             s.prompt is samples[i - i % self.n].prompt for i, s in enumerate(samples)
         )

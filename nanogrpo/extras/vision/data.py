@@ -4,7 +4,7 @@ In: a record with a column `images` or `image`, or with pictures in its messages
 which each picture has its place, and the pictures in order.
 
     {"prompt": [{"role": "user", "content": "How many?"}], "image": "0.png"}
-    →           [{"role": "user", "content": [{"type": "image", "image": Picture},
+    →           [{"role": "user", "content": [{"type": "image", "image": picture},
                                               {"type": "text", "text": "How many?"}]}]
 
 A picture can be a path relative to the data file, the bytes of a file, a PIL image, or {"bytes",
@@ -52,7 +52,8 @@ class Reader:
     def insert(
         self, text: str | list[dict], columns: dict, base: Path
     ) -> tuple[str | list[dict], list[Picture]]:
-        """Return the prompt with its pictures, and a list of them. base: the data file's folder.
+        """Return the prompt with its pictures, and a list of the pictures. base: the data file's
+        folder.
 
         The pictures of the column `images`, or else `image`, fill the parts {"type": "image"} of
         the messages. If there are no such parts, the pictures come before the text of the first

@@ -13,9 +13,10 @@ same names as in Hugging Face.
 Encoder.  The N patches of all pictures are concatenated; each picture attends to itself, without a
           causal mask. A patch in row y and column x of a picture of h × w patches gets two kinds of
           position:
-            learned   a table [S, S, D], interpolated linearly at y (S-1)/(h-1), x (S-1)/(w-1)
-            rotary    of E dimensions, pairs i < E/4 turn by y f_i and the next E/4 by x f_i, with
-                      f_i = 10000^(-4i/E) (Heo et al. 2024, arXiv 2403.13298, axial)
+          * Learned: a table [S, S, D] is interpolated linearly at y (S-1)/(h-1), x (S-1)/(w-1).
+          * Rotary: of the E dimensions, pairs i < E/4 turn by y f_i, and the next E/4 by x f_i. The
+            frequencies are f_i = 10000^(-4i/E) (Heo et al. 2024, arXiv 2403.13298, axial).
+
 Merger.   Four neighbouring patches become one token: W2 gelu(W1 [n(x_0) … n(x_3)]), with a
           LayerNorm n.
 DeepStack (Meng et al. 2024, arXiv 2406.04334). The outputs of a few encoder blocks get mergers
@@ -191,8 +192,8 @@ class VisionBody(nn.Module):
         self.visual = Encoder(cfg)
         self.language_model = body
 
-    # The attributes of a Body that other code uses.
-    # This other code only decodes text, where the three axes of a position are equal.
+    # The attributes of a Body that the code for decoding text uses.
+    # In text, the three axes of a position are equal.
     embed_tokens = property(lambda self: self.language_model.embed_tokens)
     layers = property(lambda self: self.language_model.layers)
     norm = property(lambda self: self.language_model.norm)

@@ -6,16 +6,17 @@ positions, and the pixel values. Read next: model.py, which turns these into emb
 
 A picture is resized to multiples of 32 pixels (patch_size · merge_size) and cut into patches of 16
 × 16 pixels. Each square of 2 × 2 patches becomes one token. For example, a picture of 70 × 100
-pixels (height × width), if its size is not limited, becomes:
+pixels (height × width), if its size is not limited, is processed as follows:
 
-    resized    64 × 96 pixels
-    patches    4 × 6, each a row of 1536 = 3 colours · 2 equal frames · 16 · 16 values
-    order      the four patches of a square are neighbours: (0,0) (0,1) (1,0) (1,1) (0,2) (0,3) …
-    tokens     2 × 3
-    positions  time, height, width:  t t t t t t   h h h h+1 h+1 h+1   w w+1 w+2 w w+1 w+2
+* The resized picture has 64 × 96 pixels.
+* There are 4 × 6 patches, each a row of 1536 = 3 colours · 2 equal frames · 16 · 16 values.
+* The four patches of a square are neighbours: (0,0) (0,1) (1,0) (1,1) (0,2) (0,3) …
+* There are 2 × 3 tokens.
+* The positions for time are t t t t t t, for height h h h h+1 h+1 h+1, and for width w w+1 w+2 w
+  w+1 w+2.
 
-Positions have three axes. Text has the same position on all axes. If p is the next
-position, the tokens of a picture are at (p, p + row, p + column). The text after the picture
+Positions have three axes. Text has the same position on all axes. If p is the next position,
+the tokens of a picture are at (p, p + row, p + column). The text after the picture
 continues at p + max(rows, columns), although the picture has rows · columns tokens (Qwen2-VL, arXiv
 2409.12191). Attention depends only on differences of positions, so we may shift all positions of a
 prompt: token i after the last picture is at position i. So completions, caches and packing can
