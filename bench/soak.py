@@ -5,7 +5,7 @@ then equal that of the same run without a fault.
 In: --faults, --seed. Out: results/soak.json with one record, and one printed line per broken
 promise.
 
-Each run combines one of MODES with one of FAULTS. Every fault is used once before any is used
+Each run combines one of MODES with one of FAULTS. Every fault is used once before any fault is used
 twice. The fault occurs at a random time during the start or after a random step. These promises are
 checked:
 

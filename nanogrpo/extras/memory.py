@@ -364,7 +364,7 @@ def for_sampling(cfg: Config, model: Decoder, world: World, completions: int) ->
     unless the user has given them. On a GPU, slots and cache are as large as fits next to the
     engine's weights. Every rank must call.
 
-    model: already on the device. completions: the number that this rank samples.
+    model: on the device already. completions: the number of completions that this rank samples.
     """
     if world.device.type == "cpu" or cfg.engine != "local":
         return cfg

@@ -9,9 +9,9 @@ positions in the range that the model was trained on:
 * llama3: a frequency becomes f_i / s if its wavelength 2π / f_i exceeds the trained context divided
   by low_freq_factor. The frequency does not change if its wavelength is below the trained context
   divided by high_freq_factor. Frequencies in between become a mixture of both.
-* yarn: the same three cases, with a mixture that is linear in i, and with bounds in rotations per
-  trained context. Cosines and sines are multiplied by 0.1 · ln s + 1, which sharpens attention
-  (Peng et al. 2023, arXiv 2309.00071).
+* yarn: the same three cases as in llama3, but the mixture is linear in i, and the bounds are
+  numbers of rotations per trained context. Cosines and sines are multiplied by 0.1 · ln s + 1,
+  which sharpens attention (Peng et al. 2023, arXiv 2309.00071).
 
 The operations are done in the same order as in transformers, because at position 100,000 even the
 last bit of f_i changes the angle. Read before: model/rope.py.

@@ -57,7 +57,7 @@ def pack(
 ) -> Strips:
     """Return a rank's micro-batches of an optimizer step.
 
-    Samples that the rank does not compute may be missing.
+    `samples` may lack samples that the rank does not compute.
     """
     strips = update.strips[rank]
     return Strips(len(strips), lambda k: _pack(strips[k], samples, update, cfg).to(device))

@@ -19,7 +19,7 @@ from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
 
 EVERY = 20  # rows between two headers
-FLAT = 5  # steps in a row without a learning signal before a warning
+FLAT = 5  # a warning follows so many steps without a learning signal
 
 
 def print_line(text: str) -> None:

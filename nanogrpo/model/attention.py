@@ -4,10 +4,11 @@ In: queries `[T, H, E]`, keys and values `[T, K, E]` of packed sequences (H is a
 grouped-query attention). Out: `[T, H, E]`. A decoder block calls `attend(layer, q, k, v)`. The
 object `attend` is of one of two kinds:
 
-* `StripAttention`, for training, scoring and prefill. Each sequence attends to itself and to the
-prompt that it shares. There is no padding.
-* a cache (engine/cache.py), for decoding. Each row is the next token of one sequence. The token's
-key and value are written to the cache. Then the token attends to all cached tokens of its sequence.
+* `StripAttention` is for training, scoring and prefill. Each sequence attends to itself and to the
+  prompt that it shares. There is no padding.
+* A cache (engine/cache.py) is for decoding. Each row of q, k and v is the next token of one
+  sequence. The token's key and value are written to the cache. Then the token attends to all cached
+  tokens of its sequence.
 
 `StripAttention` calls `sdpa` (sdpa.py) on a CPU, and on a GPU usually a fused kernel with the same
 signature (gpu_attention.py). No implementation repeats keys for grouped queries. The forward passes

@@ -112,7 +112,7 @@ class RewardProcess:
         try:
             self.connection.send_bytes(data)
             if not self.connection.poll(timeout):
-                self.process.send_signal(signal.SIGUSR1)  # it then prints where it hangs
+                self.process.send_signal(signal.SIGUSR1)  # the process prints where it hangs
                 time.sleep(0.05)
                 self.kill()
                 raise CallLost(f"{what} gave no answer within {timeout:.3g} s")

@@ -4,8 +4,9 @@ and the two ways in which buckets are sent.
 In: the names, dtypes and shapes of a checkpoint. Out: a `Layout`, which maps each tensor to a byte
 range in a bucket, and two transports from the trainer to the workers of a server:
 
-    broadcast  a process group of the trainer and all workers: NCCL on GPUs, gloo on CPUs
-    memory     the workers map the trainer's own buckets: shared memory on a CPU, CUDA IPC on a GPU
+* broadcast: the trainer and all workers form a process group, with NCCL on GPUs and gloo on CPUs.
+* memory: the workers map the trainer's own buckets, by CUDA IPC on a GPU and by shared memory on a
+  CPU.
 
 Nothing is pickled. vLLM's workers import this file too, so it imports neither vLLM nor our model.
 Read next: sync.py (the trainer's end), then worker.py (the server's end).

@@ -1,4 +1,4 @@
-"""How vLLM attaches to a run: checks before the start, the engine, and a checkpoint if all servers
+"""Attach vLLM to a run: check the inputs, create the engine, and save a checkpoint if all servers
 are lost.
 
 In: --engine vllm and its options (options.py). Out: a VLLMEngine. Without --server, this feature

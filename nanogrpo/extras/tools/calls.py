@@ -332,7 +332,7 @@ def _conversation(s: Sample) -> ToolConversation:
 def parse(text: str) -> tuple[dict, list[Call]]:
     """Parse a text into an assistant message and its tool calls.
 
-    Ignore calls inside a thought. A call that cannot be read stays in the content.
+    Ignore calls inside a thought. A call that cannot be read stays in the content of the message.
     """
     content, thoughts, calls, end = [], [], [], 0
     for block in BLOCK.finditer(text):

@@ -1,4 +1,4 @@
-"""How tools, environments and rollout functions attach to a run.
+"""Attach tools, environments and rollout functions to a run.
 
 In: --tools, --environment-factory and --rollout, or the objects themselves (extras/api.py). Out: a
 wrapper around the engine (turns.py), the tools in the chat template, the reward function
@@ -37,7 +37,9 @@ class Tools(Feature):
         environment_factory: Callable | None = None,
         rollout: Callable | None = None,
     ):
-        """Import the functions and classes that the options name, unless they are given."""
+        """Import the functions and classes that the options name, unless the objects themselves are
+        given.
+        """
         self.cfg, self.rollout, factory = cfg, rollout, environment_factory
         self.calls: ToolCalls | None = None  # made as soon as there is a tokenizer
         self.functions = functions or [plugin.load(name, "--tools") for name in cfg.tools]

@@ -43,7 +43,7 @@ from nanogrpo.extras.vision.config import VisionModelConfig
 from nanogrpo.logs.files import replace
 
 # The files that may describe the processor. The second has the settings under "image_processor".
-# If both files exist, the second counts, as in transformers.
+# If both files exist, the second file is used, as in transformers.
 FILES = ("preprocessor_config.json", "processor_config.json")
 SMALL = 256  # the longest side of a thumbnail, in pixels
 
