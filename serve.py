@@ -26,7 +26,7 @@ from nanogrpo.errors import UserError
 from nanogrpo.vllm.auth import SECRET
 from nanogrpo.vllm.process import kill_group, listen, on_end
 
-# Releases of vLLM often change the requests to the weight routes, so only this one is allowed.
+# Releases of vLLM often change the requests to the weight routes, so only this release is allowed.
 TESTED = "0.32.0"
 SHORTEST = 16  # minimum length of a secret, in characters
 

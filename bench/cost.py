@@ -104,9 +104,10 @@ GPUS = {
 
 
 def gpu(name: str) -> tuple[str, Device] | None:
-    """Return a GPU by name, or by memory as in `24GB`. The second form takes the speeds of the GPU
-    in `GPUS` whose memory is nearest, and of the slowest such GPU. The result is the name of the
-    GPU whose speeds are used, and the device. The result is None for any other name.
+    """Return a GPU by name, or by memory as in `24GB`. For a memory size, the speeds are those of
+    the GPU in `GPUS` with the nearest memory, or of the slowest of several such GPUs. The result is
+    the name of the GPU whose speeds are used, and the device. The result is None for any other
+    name.
     """
     named = {key.lower(): key for key in GPUS}.get(name.lower())
     if named:

@@ -12,11 +12,12 @@ first step of each run is a warm-up and does not count.
 * uneven: the model stops with the same probability at every token, so that the mean length is a
   third of the limit.
 
-The trainers do not enforce these lengths. The weights of the model determine the stop probability
-(`ending_model`). With a learning rate of 1e-6, this probability hardly changes in so few steps. So
-the lengths on both sides are random, with the same distribution. The table shows the mean length of
-each side. With --vllm, nanogrpo samples from a vLLM server. TRL cannot use a vLLM server on a CPU,
-and the table gives the reason. TRL's settings are in trl_run.py. Read next: runs.py.
+The trainers do not enforce the lengths of a case. The weights of the model determine the stop
+probability (`ending_model`). With a learning rate of 1e-6, this probability hardly changes in so
+few steps. So the lengths on both sides are random, with the same distribution. The table shows the
+mean length of each side. With --vllm, nanogrpo samples from a vLLM server. TRL cannot use a vLLM
+server on a CPU, and the table gives the reason. TRL's settings are in trl_run.py. Read next:
+runs.py.
 """
 
 from __future__ import annotations

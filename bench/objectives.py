@@ -1,5 +1,5 @@
 """How do the objective, the group size, the baseline, the normalizer, staleness and the clip affect
-learning? Each experiment varies one of these settings, by default with five seeds per row.
+learning? Each experiment varies one setting, by default with five seeds per row.
 
 In: nothing. A missing model is created as in `make demo` or `make real`. Out:
 results/objectives.json with one record per run. docs/objectives.md and its picture are created from
@@ -79,7 +79,7 @@ class Experiment:
 def one_generation(updates: int) -> str:
     """Return options that split a generation into `updates` updates of 32 completions each.
 
-    All such runs make 96 updates with 3,072 completions.
+    All runs with these options make 96 updates with 3,072 completions.
     """
     steps = 96 // updates
     return (

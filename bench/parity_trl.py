@@ -52,7 +52,7 @@ def importance_of_both(
     """Return our results and TRL's: importance weights [tokens], and metrics of the mismatch
     between trainer and engine.
 
-    Importance weights correct for sampling from a policy that differs from the trained one.
+    Importance weights correct for sampling from a policy that differs from the trained policy.
     """
     samples, logp, (clip_max, clip_min) = make_samples(), trl_peer.tables(seed), bounds
     for i, s in enumerate(samples):

@@ -69,8 +69,7 @@ RATIOS = (
 
 
 def ratios(bench: str, quantity: str, cases: Sequence[str], folder: Path) -> list[float]:
-    """Return nanogrpo's ratios to TRL in these cases. The memory of several runs is their
-    largest.
+    """Return nanogrpo's ratios to TRL in these cases. Of several runs, the largest memory counts.
     """
     records = common.read(bench, folder)
     if quantity == "over TRL":  # computed from all steps of both sides

@@ -10,9 +10,9 @@ twice. The fault occurs at a random time during the start or after a random step
 checked:
 
 * Rows: metrics.jsonl contains every step once, with the same values as without the fault. If the
-  fault deletes the folder, earlier rows may be missing, but a message must name them. If the
-  fault kills the reward process during a call, the rewards of one step are lost (docs/rewards.md):
-  the rows are compared up to this step, and the weights are not compared.
+  fault deletes the folder, earlier rows may be missing, but a message must name the missing rows.
+  If the fault kills the reward process during a call, the rewards of one step are lost
+  (docs/rewards.md): the rows are compared up to this step, and the weights are not compared.
 * Weights: the last checkpoint is byte-identical to the one without the fault.
 * Errors: a rank that was not killed prints one sentence and no traceback.
 * Processes: half a minute after the run ends, none of its processes is alive.

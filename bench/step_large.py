@@ -8,11 +8,12 @@ micro-batches with as many padded tokens as our strips, or slightly more. Both s
 weights, start from the same weights, and must have the same gradient norm up to 2 %. The two sides
 round to bfloat16 in different places, so the norms are not exactly equal.
 
-The sides run one after the other, not alternately, so that the peak memory of each can be measured.
-Each side uses the first of its SETTINGS that fits into memory, and the record names this setting.
-Settings with less recomputation are faster, so they are tried first. In the tables, the columns
-"over TRL" and "of TRL's" compare with TRL's fastest setting. A second record of each side shows
-gradient checkpointing. Within a step, the program never waits for the GPU just to measure times.
+The sides run one after the other, not alternately, so that the peak memory of each side can be
+measured. Each side uses the first of its SETTINGS that fits into memory, and the record names this
+setting. Settings with less recomputation are faster, so they are tried first. In the tables, the
+columns "over TRL" and "of TRL's" compare with TRL's fastest setting. A second record of each side
+shows the step with gradient checkpointing. Within a step, the program never waits for the GPU just
+to measure times.
 
     MFU = FLOP that the step requires / seconds / peak FLOP/s of the device
     FLOP = 6·N·T + 6·V·D·M + 12·L·H·E·pairs         (the same for both sides)
@@ -47,7 +48,7 @@ from nanogrpo.types import PackedBatch, Sample
 
 # 41,000 trained tokens in three strips of about 15,000 tokens each
 CASE = Case(P=15, G=8, prompt=256, longest=1024, vocab=151936)
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # for dense bfloat16, by a word in the device name
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # in dense bfloat16; keys are words in device names
 SLOWER = {"PCIe", "NVL", "MIG"}  # devices with one of these words in their name are slower
 Setting = tuple[str, float]  # (gradient checkpointing, micro-batch size / token budget)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 
 if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel below is defined
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads this variable when a kernel is defined
 
 import argparse
 import contextlib
@@ -310,7 +310,9 @@ RUNGS = [
 
 
 def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """Return the largest errors. The gradient's error is relative to its largest element."""
+    """Return the largest errors. The error of the gradient is relative to the largest element of
+    the gradient.
+    """
     out = {}
     for name, values in found.items():
         scale = exact[name].abs().max() if name == "gradient" else 1.0

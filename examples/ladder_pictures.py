@@ -121,7 +121,7 @@ def chunks() -> Any:
 
 
 def products() -> Any:
-    """Draw the three products of the fused head next to the four that two phases need."""
+    """Draw the three products of the fused head next to the four products that two phases need."""
     figure, axis = canvas(9, 3.6)
 
     def product(x: float, y: float, text: str, number: int) -> None:

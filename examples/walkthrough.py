@@ -239,7 +239,7 @@ def loss(batch: PackedBatch, model: Decoder, tokenizer: Tokenizer) -> Tensor:
     """Compute the loss and its gradient step by step, then as the trainer does."""
     with torch.no_grad():
         hidden, head = model.forward_strip(batch, lambda hidden, head: (hidden, head))
-        logits = hidden @ head.T  # [M, V]; the trainer never stores all of them
+        logits = hidden @ head.T  # [M, V]; the trainer never stores all logits
         logp, entropy, _ = log_softmax_forward(logits, batch.targets, CFG.temperature)
     gap = (logp - batch.sampling_logp).abs().max()
     show(

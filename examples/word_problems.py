@@ -5,7 +5,7 @@
         --reward-funcs examples/word_problems.py:last_number …
 
 In: the name of a folder. Out: two files of records such as
-    {"prompt": [{"role": "user", "content": "Ben has 14 pears. Ann gives him …"}], "answer": "21"}
+    {"prompt": [{"role": "user", "content": "Ben has 14 pears and …"}], "answer": "21"}
 
 There are ten kinds of problems with five stories each. The last story of each kind is held out, and
 so is every third pair of numbers, on average. So training and held-out problems have no story and
@@ -255,7 +255,7 @@ def problems(split: str, count: int, seed: int = 0) -> list[dict]:
 
 # --- the reward ---
 
-NUMBER = re.compile(r"(?<!\w)-?\d[\d,]*(?:\.\d+)?")  # the "-" in "20-21" is no sign
+NUMBER = re.compile(r"(?<!\w)-?\d[\d,]*(?:\.\d+)?")  # in "20-21", the "-" is no sign
 
 
 def last_number(completions: list, answer: list, **kwargs) -> list[float]:

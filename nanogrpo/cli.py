@@ -65,9 +65,9 @@ def parser(
 ) -> argparse.ArgumentParser:
     """Return a parser for the options of a Config class.
 
-    `options` names the options that the parser accepts. None means all options and the presets, as
-    in train.py. The result of parsing contains only the options that were given. With an `epilog`,
-    the help has about one line per option.
+    `options` names the options that the parser accepts. If `options` is None, the parser accepts
+    all options and the presets, as in train.py. The result of parsing contains only the options
+    that were given. With an `epilog`, the help has about one line per option.
     """
     out = _Parser(
         usage=usage,

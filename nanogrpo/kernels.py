@@ -1,10 +1,11 @@
 """Make the folder `kernels/` importable as `nanogrpo.kernels`.
 
 Hugging Face publishes a package called `kernels`, and transformers tries to import it. If our
-folder were a top-level package, transformers would mistake it for that package, and importing
-transformers would fail. So `kernels/` has no `__init__.py`, and this module becomes the package by
-setting `__path__`: `nanogrpo.kernels.head` is `kernels/head.py`. In a checkout, the folder is next
-to the package `nanogrpo`; in an installed wheel, it is inside the package. The folder
+folder were a top-level package, transformers would mistake our folder for that package, and
+importing transformers would fail. So `kernels/` has no `__init__.py`, and this module becomes the
+package by setting `__path__`: `nanogrpo.kernels.head` is `kernels/head.py`. In a checkout, the
+folder is next to the package `nanogrpo`; in an installed wheel, it is inside the package. The
+folder
 typings/ tells type checkers where the module is.
 """
 

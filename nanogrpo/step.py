@@ -1,4 +1,4 @@
-"""What a step does with its samples: rewards, advantages, micro-batches, and the log record.
+"""Process the samples of a step: rewards, advantages, micro-batches, and the log record.
 
 In: the samples of a step. Out: the same samples with rewards and advantages, then the micro-batches
 (`PackedBatch`) of each optimizer step. This file moves data between the parts of a run and its
@@ -26,7 +26,7 @@ from nanogrpo.types import Facts, PackedBatch, Sample
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What every rank knows about the samples of all ranks, in the order of the prompts."""
+    """The facts that each rank knows about the samples of all ranks, in the order of prompts."""
 
     facts: list[Facts]  # [P·G]: rewards, advantages and lengths, but no tokens
     std: Tensor  # [P, 1] or [1, 1]: standard deviations of the rewards
@@ -148,7 +148,7 @@ def add_logps(run: Run, batches: Sequence[PackedBatch]) -> None:
     log-probs under the reference model, for the KL.
     """
     cfg, off_policy = run.cfg, run.cfg.updates_per_step > 1
-    for batch in batches if off_policy or run.ref_model else ():  # builds no batches if not needed
+    for batch in batches if off_policy or run.ref_model else ():  # batches are built only if needed
         if off_policy and batch.old_logp is None:
             batch.old_logp = logp(run.model, batch, cfg)
         if run.ref_model:

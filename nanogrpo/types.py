@@ -45,7 +45,7 @@ class Prompt:
 
 @dataclass
 class Conversation:
-    """What reward functions receive instead of the text of a completion."""
+    """The conversation that reward functions receive instead of the text of a completion."""
 
     messages: list[dict]
     # further arguments of reward functions, by name, until the reward is known
@@ -77,7 +77,7 @@ class Sample:
     rewards: dict[str, float | None] = field(default_factory=dict)
     # the weighted sum of the rewards; None: no function applied, or the rewards were lost
     reward: float | None = None
-    extra: dict = field(default_factory=dict)  # what reward functions passed to log_extra
+    extra: dict = field(default_factory=dict)  # values that reward functions passed to log_extra
     advantage: float = 0.0
 
     @property
@@ -97,7 +97,7 @@ class Sample:
 
 
 class Facts(NamedTuple):
-    """What every rank must know about each sample of a step. Ranks exchange facts instead of
+    """The facts that every rank must know about a sample of a step. Ranks exchange facts instead of
     tokens.
     """
 

@@ -2,14 +2,14 @@
 CUDA.
 
 In: x [T, D], optionally a residual [T, D], weight [D]; bf16, fp16 or fp32. Out: the normalized rows
-[T, D]. With a residual, also the sum x + residual [T, D], which is the next residual. Read next:
-rope.py.
+[T, D]. With a residual, the sum x + residual [T, D] is also returned, and is the next residual.
+Read next: rope.py.
 
 Equation.   h = x + residual, or x;  r = (mean(h²) + ε)^{-1/2};  y = h r · weight
             (Zhang and Sennrich 2019, arXiv 1910.07467).
 Derivation. With n = h r and g = dy · weight:  dh = r (g - n mean(g n)) + dh_from_the_residual;
             dx = dresidual = dh;  dweight = Σ_t dy n. Statistics are computed in float32. The sum h
-            is first rounded to the dtype of x, as it would be by a separate add.
+            is first rounded to the dtype of x, as a separate add would do.
 Sums.       For dweight, each of P programs processes every P-th row and computes a partial sum. The
             partial sums are then added in a fixed order. If the weight is frozen (LoRA), no sums
             are computed.

@@ -1,4 +1,4 @@
-"""The clipped policy loss of a token and its derivative, as a function to be called by kernels.
+"""The clipped policy loss of a token and its derivative, as a function that kernels call.
 
 In: a log-prob and its `LossInputs`, float32. Out: the loss, its derivative, the clip flag and the
 KL. Read next: fused_rows.py, which applies `terms` to the log-prob of a row of logits.

@@ -45,7 +45,7 @@ class Sharding:
 def prepare(model: Any, world: World, cfg: Config) -> None:
     """Wrap each block in activation checkpointing, then shard the model.
 
-    The order matters. FSDP's hooks gather a block, and they must run around the forward pass and
+    The order matters. FSDP's hooks gather a block. The hooks must run around the forward pass, and
     again around its recomputation.
     """
     model.sharding = model.sharding or Sharding()

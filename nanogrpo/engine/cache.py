@@ -12,8 +12,8 @@ attention output [b, H, E], where each token attends to its own sequence. The ca
     Each layer then calls the cache itself, to compute attention.
 
 In this file, a row is one contiguous block of memory. Pages would be slow on a CPU: a matrix
-product needs all keys of a row in one place, and copying them there takes longer than reading them.
-Read next: scheduler.py, which uses the cache; paged_cache.py.
+product needs all keys of a row in one place, and copying the keys there takes longer than reading
+them. Read next: scheduler.py, which uses the cache; paged_cache.py.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,8 @@
 """Read a command line with the options of all extras, also in TRL's spelling and names.
 
-In: argv. Out: the full `Config` of options.py. attach.py calls this for command lines that the core
-alone does not accept. Read before: cli.py. Read next: trl_names.py (what TRL's options become).
+In: argv. Out: the full `Config` of options.py. attach.py uses this file for command lines that the
+core alone does not accept. Read before: cli.py. Read next: trl_names.py (what TRL's options
+become).
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Completions(Feature):
             # the first completion of each prompt, then the second of each, and so on
             chosen = sorted(samples, key=lambda s: s.index)[:count]
             show([record(step, s) for s in chosen])
-            run.log.progress.rows = 0  # print the header again, because the last one is far above
+            run.log.progress.rows = 0  # print the header again; the last header is far above
 
     def evaluated(self, run: Run, samples: list[Sample]) -> None:
         self._write(run, f"eval_{run.done:05d}.jsonl", run.done, samples)

@@ -1,6 +1,6 @@
 """Send the log to dashboards (`--report-to tensorboard trackio wandb`, optional packages).
 
-In: the records of the log. With `--log-completions`, also the completions of each step. The
+In: the records of the log and, with `--log-completions`, the completions of each step. The
 completions become a table, except in TensorBoard, which has no tables. Out: event files in
 output_dir/dashboards (see them with `tensorboard --logdir RUNS`), a database on this machine (see
 it with `trackio show`), or a run of Weights & Biases (W&B). Environment variables such as

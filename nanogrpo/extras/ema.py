@@ -48,7 +48,7 @@ class EMA(Feature):
         self.average: dict[str, Tensor] = {}
 
     def loaded(self, model: Decoder) -> None:
-        if not self.average:  # the policy is loaded first, a reference model after it
+        if not self.average:  # the policy is loaded first, and then a reference model
             parameters = model.named_parameters()
             self.average = {n: p.detach().clone() for n, p in parameters if p.requires_grad}
 

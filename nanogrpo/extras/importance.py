@@ -61,8 +61,8 @@ def measured(weight: Tensor, world: World) -> dict[str, float]:
 
     * importance_sampling_ratio/min, mean and max: as in TRL.
     * masked: the fraction of tokens with weight 0.
-    * ess: the effective sample size as a fraction of the tokens, (Σw)² / (M · Σw²). It is 1 if all
-      weights are equal.
+    * ess: the effective sample size as a fraction of the tokens, (Σw)² / (M · Σw²). This size is 1
+      if all weights are equal.
     """
     weight = weight.double()
     found = world.spreads({"weight": weight, "square": weight * weight, "masked": weight == 0})

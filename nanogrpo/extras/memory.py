@@ -28,12 +28,13 @@ has W GPUs and micro-batches of T tokens, and computes in a dtype of b = 2 bytes
   rank 0's GPU.
 * checkpoint, 12·n/W + 4·n: copies on the host while they are written. Only rank 0 has the last
   term, which is 2·n if the base is in bfloat16.
-* reference, 4·n/W: with beta > 0. Its gathered root is added, and its own copy in a checkpoint if
-  the reference follows the policy.
+* reference, 4·n/W: with beta > 0. The reference's gathered root is added, and its own copy in a
+  checkpoint if it follows the policy.
 * reward models, b·n each: on every rank.
 
 With adapters, only trained parameters count towards the optimizer, the gradients and the first term
-of the checkpoint row. The head then has no gradient, and the reference needs no second model.
+of the checkpoint row. With adapters, the head has no gradient, and the reference needs no second
+model.
 
 Completion lengths are unknown in advance, so we assume the maximum. docs/memory.md shows what is
 chosen for which model and GPU. Read next: grpo/packing.py (which limits the size of a micro-batch).
@@ -80,8 +81,9 @@ logger = logging.getLogger("nanogrpo")
 MARGIN = 2 << 30
 MOST = 0.92  # the largest fraction of a GPU for vLLM, and vLLM's own default
 MOST_SLOTS = 256  # with more slots, a decode step takes almost proportionally longer
-# gradient_checkpointing, token_budget, reduce_gradients: the fastest first, the smallest last.
-# "selective" calls Python for each operation, so small micro-batches make the GPU wait:
+# gradient_checkpointing, token_budget, reduce_gradients.
+# The first row is the fastest, and the last row needs the least memory.
+# With "selective", Python is called for each operation, so small micro-batches make the GPU wait:
 # on an H100, 12 layers of Qwen3-4B took 1.41 s with 4,096 tokens, and 0.60 s with 8,192.
 SETTINGS = (
     ("none", 16384, "step"),
@@ -310,7 +312,8 @@ def choose(inputs: Inputs, cfg: Config, available: int) -> Config:
     cache starts at half of what all slots could need, because few completions reach the maximum
     length. The cache is halved further only as long as none of SETTINGS fits. Finally, the cache
     grows into the memory that is left, up to what all slots could need, but twice MARGIN stays
-    free. All ranks must choose the same settings, so they choose for rank 0, which stores most.
+    free. All ranks must choose the same settings, so the choice is made for rank 0, which stores
+    most.
     """
     size = inputs.world.size
     slots = cfg.max_concurrent or min(-(-cfg.generation_batch_size // size), MOST_SLOTS)

@@ -1,13 +1,13 @@
 """Losses other than the clipped loss per token. Each objective is a short function that computes
 what each token contributes to the loss.
 
-In: `Tokens`, the M completion tokens of a micro-batch. Out: terms [M], and metrics [M] for the log.
-`loss` multiplies the terms by masks and weights, adds the KL and sums them. Autograd computes the
-derivatives, which takes two phases and four matrix products with the head (the core's fused loss
-takes three). The gradient flows through `logp`, `log_ratio` and `ratio`. To add an objective, write
-a function like these and add its name to TERMS and to the choices of `loss_type` in options.py
-(docs/fork.md). Names and formulas are those of TRL 1.16.0 where TRL has them. Read before:
-grpo/loss.py. Read next: docs/equations.md.
+In: the M completion tokens of a micro-batch (`Tokens`). Out: terms [M], and metrics [M] for the
+log. `loss` multiplies the terms by masks and weights, adds the KL and sums them. Autograd computes
+the derivatives, which takes two phases and four matrix products with the head (the core's fused
+loss takes three). The gradient flows through `logp`, `log_ratio` and `ratio`. To add an objective,
+write a function like those below, and add its name to TERMS and to the choices of `loss_type` in
+options.py (docs/fork.md). Names and formulas are those of TRL 1.16.0 where TRL has them. Read
+before: grpo/loss.py. Read next: docs/equations.md.
 """
 
 from __future__ import annotations

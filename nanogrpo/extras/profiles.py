@@ -28,7 +28,7 @@ PROFILES: dict[str, dict] = {
         "eval_steps": 25,
         "save_steps": 25,
         "save_total_limit": 3,
-        "log_completions": True,  # look at these first if a reward rises too fast
+        "log_completions": True,  # read completions first if a reward rises too fast
         "num_completions_to_print": 1,
     },
 }

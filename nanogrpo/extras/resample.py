@@ -32,9 +32,9 @@ class Resample(Feature):
         their sums are equal. Groups whose advantages are still all 0 after the last round are kept.
 
         The new prompts and their random streams depend only on (seed, step, round, index of the
-        replaced group). So the new prompts do not change if the run is resumed, or with the number
-        of ranks. Every rank must call this method, and each rank samples the replacements of its
-        own groups.
+        replaced group). So neither resuming the run nor the number of ranks changes the new
+        prompts. Every rank must call this method, and each rank samples the replacements of its own
+        groups.
         """
         n, world, self.groups = self.cfg.num_generations, run.world, 0
         groups = len(samples) // n

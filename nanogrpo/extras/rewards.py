@@ -49,7 +49,8 @@ def reasoning_accuracy_reward(
 ) -> list[float | None]:
     """Return `accuracy_reward` of the text after the reasoning, and 0 if the reasoning never ends.
 
-    reasoning_delimiters: the first one in this list that a completion contains ends its reasoning.
+    reasoning_delimiters: the reasoning ends at the first item of this list that the completion
+    contains.
     """
     answers = []
     for text in map(text_of, completions):

@@ -16,7 +16,7 @@ from nanogrpo.engine.base import Engine
 
 
 class Wrapper:
-    """An engine that wraps another one. Subclasses define `sample` and pass all other calls on."""
+    """A wrapper around another engine. Subclasses define `sample` and pass on all other calls."""
 
     engine: Engine
 

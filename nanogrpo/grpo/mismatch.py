@@ -18,8 +18,8 @@ from nanogrpo.kernels.reference.policy import LOG_RATIO_MAX
 
 
 def vectors(delta: Tensor) -> dict[str, Tensor]:
-    """Return a vector [M] float64 for each metric, which is the mean of its vector over the tokens
-    of all ranks, or the maximum if its name says so.
+    """Return a vector [M] float64 for each metric. The metric is the mean of this vector over the
+    tokens of all ranks, or the maximum if the name of the metric says so.
 
     `delta` is [M] float32: Δ = log π − log μ.
 

@@ -19,7 +19,7 @@ from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
 
 EVERY = 20  # rows between two headers
-FLAT = 5  # a warning follows so many steps without a learning signal
+FLAT = 5  # a warning follows this many steps without a learning signal
 
 
 def print_line(text: str) -> None:
@@ -64,7 +64,7 @@ class Progress:
 
     def __init__(self, cfg: Config, world: World, start: int):
         self.cfg, self.start, self.began = cfg, start, time.perf_counter()
-        # If log-probs differ by more, rounding is not the only reason (docs/metrics.md).
+        # If log-probs differ by more than this, rounding is not the only reason (docs/metrics.md).
         self.largest_gap = 1e-5 if world.device.type == "cpu" else 0.02
         self.rows = 0  # rows since the last header
         self.flat = 0  # steps in a row without a learning signal

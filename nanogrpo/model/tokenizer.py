@@ -35,7 +35,7 @@ FILES = """
     chat_template.json preprocessor_config.json processor_config.json
     video_preprocessor_config.json
 """
-VARIABLES = ("tools", "documents")  # transformers always passes these to chat templates
+VARIABLES = ("tools", "documents")  # transformers always passes these variables to chat templates
 COPY = "copy it again from the model"
 
 
@@ -44,11 +44,12 @@ class Tokenizer:
 
     All token ids are below `vocab_size`. The model's vocabulary may be padded to a larger size,
     with ids that stand for no text. `stop_token_ids` holds all ids that end a completion, starting
-    with the tokenizer's own end token. Chat models list several such ids in generation_config.json
-    (Qwen3: <|im_end|> and <|endoftext|>), or in config.json if that file has none. If an end token
-    were missing in `stop_token_ids`, completions that should end with this token would continue to
-    the length limit. `template_variables` holds the names of the variables that the chat template
-    reads besides the messages, such as `enable_thinking`.
+    with the tokenizer's own end token. Chat models list several end tokens in
+    generation_config.json (Qwen3: <|im_end|> and <|endoftext|>), or in config.json if
+    generation_config.json has none. If an end token were missing in `stop_token_ids`, completions
+    that should end with this token would continue to the length limit. `template_variables` holds
+    the names of the variables that the chat template reads besides the messages, such as
+    `enable_thinking`.
     """
 
     def __init__(self, folder: str | Path):

@@ -48,8 +48,8 @@ def load(spec: str, option: str) -> Callable:
 
 
 class _Files:
-    """Import a user's file as a module whose name is the path of the file. By this name, pickle
-    can also find the module's classes in another process.
+    """Import a user's file as a module whose name is the path of the file. By this module name,
+    pickle can also find the module's classes in another process.
     """
 
     @staticmethod

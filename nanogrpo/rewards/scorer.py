@@ -88,7 +88,7 @@ class Scorer:
         self.weights = dict(zip(self.calls, cfg.reward_weights or itertools.repeat(1.0)))
         self.lost = 0  # steps in a row
         self.failures = 0  # prompts with lost rewards since the last call of `metrics`
-        self.logged: list = []  # (name, value) by log_metric since the last call of `metrics`
+        self.logged: list = []  # (name, value) of each log_metric since the last call of `metrics`
 
     def check(self, prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> None:
         """Check that the data has reference answers if a function needs them."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # setup.py imports this file
 
 logger = logging.getLogger("nanogrpo")
 
-# The files of a run: --overwrite-output-dir removes these and its checkpoints, and nothing else.
+# --overwrite-output-dir removes these files and the run's checkpoints, and nothing else.
 OURS = """
     metrics.jsonl .checkpoint-*.tmp completions/completions_[0-9]*.jsonl
     completions/eval_[0-9]*.jsonl completions/tokens_[0-9]*.jsonl.gz
@@ -135,7 +135,8 @@ def remove_unfinished(cfg: Config) -> None:
 
 def origin(inputs: Inputs) -> dict[str, str]:
     """Return hashes of what a resumed run must find again: the prompts, the files of the model, and
-    its weights if some of them are not trained, or if they are the reference of --beta.
+    perhaps its weights. The weights are included if some of them are not trained, or if they are
+    the reference of --beta.
 
     Every rank must call this function. Raises UserError if ranks read different files.
     """

@@ -1,7 +1,7 @@
 """Check the inputs of a run, and build its parts.
 
 In: the options, the world and the features of this run. Out: first `Inputs` (a model without
-weights, the prompts and the reward functions), from which the last settings are chosen. Then a
+weights, the prompts and the reward functions), from which the last settings are chosen, and then a
 `Run`, which train.py and step.py use. Each mistake of the user is reported where the value is read,
 in one sentence. train.py calls `load`, `settle`, `setup` and `closing`, in this order. Read next:
 state.py (checkpoints), engine/local.py (the engine).

@@ -271,7 +271,7 @@ class VLLMEngine:
     # --- losing and recovering servers, on rank 0 ---
 
     def _start(self, urls: Sequence[str], secret: str) -> str:
-        """Find the servers, or start our own one. Return their dtype."""
+        """Find the servers, or start our own server. Return their dtype."""
         self.servers = [Server(url, secret, self.timeout) for url in urls]
         if self.sidecar:
             self.servers = [self.sidecar.start(self.timeout, self.over)]

@@ -124,7 +124,7 @@ def body(prompt: Prompt, n: int, params: SamplingParams, step: int) -> dict:
 
 
 def pictures(prompt: Prompt, label: str) -> dict:
-    """Return the fields of the request that pictures in the prompt change.
+    """Return the request fields that are different for a prompt with pictures.
 
     vLLM gets each picture in the size that the model sees, so vLLM does not resize the picture. The
     server repeats the image token as often as needed. The name of a picture contains the label of

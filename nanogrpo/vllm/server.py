@@ -1,10 +1,10 @@
 """The trainer's view of one vLLM sidecar: an HTTP client with the server's state (`Server`), and
 the server process if we start it ourselves (`Sidecar`).
 
-In: a URL and a secret. Out: `get` and `post`, which raise a `ServerError` if another attempt or
-another server may help: no answer in time, a lost connection, a status other than 200. HTTP uses
-the standard library. Each request uses a new connection, so a retry never uses a broken one. Read
-before: engine/base.py. Read next: sync.py, client.py.
+In: a URL and a secret. Out: the methods `get` and `post`, which raise a `ServerError` if another
+attempt or another server may help: no answer in time, a lost connection, a status other than 200.
+HTTP uses the standard library. Each request uses a new connection, so a retry never uses a broken
+one. Read before: engine/base.py. Read next: sync.py, client.py.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ In: the name of a data set of that package, with arguments such as `size` and `s
 with a question, an answer, and the column `reasoning_gym`. The reward function `reasoning_gym`
 reads the problem and the name of its data set from that column. Read next: extras/gym/reward.py.
 
-Some verifiers pass the answer to Python's `eval`, or to sympy, which evaluates it, too. With such a
-verifier, a completion could run any program. The data sets in EVALUATE are therefore refused. For
-the data sets in ARITHMETIC, reward.py passes an answer to the verifier only if it is plain
-arithmetic.
+Some verifiers pass the answer to Python's `eval`, or to sympy, which evaluates the answer, too.
+With such a verifier, a completion could run any program. The data sets in EVALUATE are therefore
+refused. For the data sets in ARITHMETIC, reward.py passes an answer to the verifier only if it is
+plain arithmetic.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ EXPRESSION = re.compile(r"(?:[\d\s.+/()-]|(?<!\*)\*(?!\*))*", re.ASCII)
 def reasoning_gym_reward(
     completions: list, reasoning_gym: list | None = None, **kwargs: Any
 ) -> list[float | None]:
-    """Return the score of the answer that `extract_answer` finds in each completion, or 0 if none.
+    """Return the score of the answer that `extract_answer` finds in each completion, or 0 if there
+    is no answer.
 
     The reward is None for the prompts of other sources.
     """

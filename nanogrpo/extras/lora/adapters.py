@@ -52,8 +52,8 @@ def peft_name(name: str) -> str:
 
 @torch.no_grad()
 def initialize(model: Decoder, cfg: Config) -> None:
-    """Initialize the adapters of a full or sharded model from --lora-adapter. Without this option,
-    B is 0 and A is random, as in PEFT. A depends on the seed.
+    """Initialize the adapters of a full or sharded model from --lora-adapter. If this option is not
+    set, B is 0 and A is random, as in PEFT. A depends on the seed.
 
     A is uniform within ±1/√in (kaiming_uniform with a = √5). Every rank draws the full matrix A, so
     its values do not depend on the number of ranks.

@@ -1,6 +1,6 @@
 """Kernels for 4-bit NF4 weights: quantize, dequantize, and multiply a few rows of x by a weight.
 
-In: a weight whose size is a multiple of 64, in bf16, fp16 or fp32. Out: `Quantized`
+In: a weight whose size is a multiple of 64, in bf16, fp16 or fp32. Out: a `Quantized`
 (nf4_reference.py) with two codes per byte. From a `Quantized`, the other kernels compute the weight
 in bf16, fp16 or fp32, or the product of x [rows, in] and the weight. Four-bit weights are frozen
 (QLoRA, Dettmers et al. 2023, arXiv 2305.14314), so there is no backward pass. Read next: nf4.py.

@@ -1,8 +1,8 @@
 """NF4 weights (four bits each) in plain PyTorch. A CPU uses this code, and nf4_kernels.py must give
 the same results.
 
-In: a weight of any float type, with a multiple of 64 elements. Out: `Quantized`, or the weight
-computed from it, or the weight's product with x [rows, in]. Read next: nf4_kernels.py (the
+In: a weight of any float type, with a multiple of 64 elements. Out: a `Quantized`, or the weight
+computed from it, or the product of x [rows, in] and the weight. Read next: nf4_kernels.py (the
 equations).
 """
 

@@ -311,7 +311,7 @@ def schemas(functions: Sequence[Callable], environments: Environments | None) ->
     for function in [*functions, *(methods(environments.get(0)) if environments else ())]:
         try:
             out.append(get_json_schema(function))
-            # *x and x, / cannot be given by name
+            # parameters such as *x, or x before /, cannot be given by name
             inspect.signature(function).bind(**out[-1]["function"]["parameters"]["properties"])
         except Exception as e:  # evaluating a type hint in quotes may raise anything
             raise UserError(

@@ -9,8 +9,8 @@ which each picture has its place, and the pictures in order.
 
 A picture can be a path relative to the data file, the bytes of a file, a PIL image, or {"bytes",
 "path"}, as in Parquet files and saved data sets. Each picture is decoded once, so that a broken
-one is found before training. The picture then stays in memory as the bytes of its file, or of a PNG
-file if the picture was not RGB or not upright. Read before: data/prompts.py. Read next:
+picture is found before training. The picture then stays in memory as the bytes of its file, or of a
+PNG file if the picture was not RGB or not upright. Read before: data/prompts.py. Read next:
 processor.py (from these files to the encoder's input).
 """
 
@@ -116,7 +116,8 @@ def _parts(content: str | list) -> list[dict]:
         return [{"type": "text", "text": content}]
     found = []
     for part in content:
-        # If parts have different fields, Arrow fills in nulls for missing ones; these are dropped.
+        # If parts have different fields, Arrow fills in nulls for missing fields.
+        # These nulls are dropped.
         kept = {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else {}
         is_text = kept.get("type") == "text" and isinstance(kept.get("text"), str)
         if not (is_text or kept.get("type") == "image"):

@@ -2,7 +2,7 @@
 
 In: image files, and the token ids of a prompt with one image token per picture. Out: the
 ids with as many image tokens as the pictures need, and `Images`: where these tokens are, their
-positions, and the pixel values. Read next: model.py, which turns these into embeddings.
+positions, and the pixel values. Read next: model.py, which turns patches into embeddings.
 
 A picture is resized to multiples of 32 pixels (patch_size · merge_size) and cut into patches of 16
 × 16 pixels. Each square of 2 × 2 patches becomes one token. For example, a picture of 70 × 100
@@ -42,7 +42,8 @@ from nanogrpo.errors import UserError, read_json, reading
 from nanogrpo.extras.vision.config import VisionModelConfig
 from nanogrpo.logs.files import replace
 
-# The files that may describe the processor. The second has the settings under "image_processor".
+# The files that may describe the processor.
+# The second file has the settings under "image_processor".
 # If both files exist, the second file is used, as in transformers.
 FILES = ("preprocessor_config.json", "processor_config.json")
 SMALL = 256  # the longest side of a thumbnail, in pixels
