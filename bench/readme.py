@@ -69,7 +69,8 @@ RATIOS = (
 
 
 def ratios(bench: str, quantity: str, cases: Sequence[str], folder: Path) -> list[float]:
-    """Return nanogrpo's ratios to TRL in these cases. Of several runs, the largest memory counts.
+    """Return nanogrpo's ratios to TRL in these cases. For memory, the largest of several runs
+    counts.
     """
     records = common.read(bench, folder)
     if quantity == "over TRL":  # computed from all steps of both sides

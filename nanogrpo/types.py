@@ -71,7 +71,7 @@ class Sample:
     # None: the model sampled all tokens, as always without features
     is_model_token: list[bool] | None = None
     text: str = ""  # the decoded completion, without special tokens
-    # the argument of reward functions instead of the text; None: the text
+    # replaces `text` as the argument of reward functions; None: the text
     conversation: Conversation | None = None
     # the reward from each function, by function name; None: the function does not apply
     rewards: dict[str, float | None] = field(default_factory=dict)

@@ -82,7 +82,7 @@ MARGIN = 2 << 30
 MOST = 0.92  # the largest fraction of a GPU for vLLM, and vLLM's own default
 MOST_SLOTS = 256  # with more slots, a decode step takes almost proportionally longer
 # gradient_checkpointing, token_budget, reduce_gradients.
-# The first row is the fastest, and the last row needs the least memory.
+# The first row below is the fastest, and the last row needs the least memory.
 # With "selective", Python is called for each operation, so small micro-batches make the GPU wait:
 # on an H100, 12 layers of Qwen3-4B took 1.41 s with 4,096 tokens, and 0.60 s with 8,192.
 SETTINGS = (

@@ -209,8 +209,8 @@ class Decoder(nn.Module):
         return cls(ModelConfig.from_dict(raw, where))
 
     def arranged(self, found: Iterable[tuple[str, Any]], where: str) -> Iterable[tuple[str, Any]]:
-        """Rename a checkpoint's tensors to match the model's parameters. In this class, the names
-        are the same.
+        """Rename a checkpoint's tensors to match the model's parameters. In this class, parameters
+        have the same names as in checkpoints.
         """
         return found
 

@@ -79,7 +79,7 @@ def clip_and_step(
             "in a new run, or bound the rewards and --resume from the last checkpoint"
         )
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # a compiled optimizer uses a tensor
+        if isinstance(group["lr"], Tensor):  # the rate of a compiled optimizer is a tensor
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate

@@ -226,7 +226,9 @@ class VLLMEngine:
     # --- sending weights, on rank 0 ---
 
     def _send_to_all(self) -> None:
-        """Send the weights to all servers. Raise ServerLost if none accepts the weights in time."""
+        """Send the weights to all servers. Raise ServerLost if no server accepts the weights in
+        time.
+        """
         self._send_to_those_that_answer()
         self._recover()
 

@@ -40,7 +40,7 @@ KNOWN = """
     auto_mapping revision base_model_name_or_path peft_version megatron_core qalora_group_size
     layers_pattern
 """
-# The accepted values of two more fields.
+# The accepted values of two further fields of adapter_config.json.
 # Other values of init_lora_weights, such as "pissa", change the base weights, too.
 PLAIN = {"peft_type": ("LORA",), "init_lora_weights": (None, True, False, "gaussian")}
 
