@@ -1,8 +1,9 @@
 """Draw the diagrams of the documentation: python docs/img/draw.py (needs the extra `plot`).
 
 In: nothing; the clip is drawn with the code of kernels/reference/policy.py. Out: loop.svg,
-timeline.svg, strip.svg, head.svg, clip.svg and reading_map.svg in this folder. The background is
-white, so they can be read in a dark theme too. Their text stays text, so the files are small.
+timeline.svg, strip.svg, head.svg, clip.svg and reading_map.svg in this folder. They are narrow
+enough for a phone, and have a second set of colors for a dark theme. Their text stays text, so the
+files are small.
 """
 
 from __future__ import annotations
@@ -21,307 +22,284 @@ from nanogrpo.kernels.reference.policy import Clip, LossInputs, policy_terms
 
 HERE = Path(__file__).parent
 BLUE, ORANGE, GREEN, RED, GREY = "#cfe2f3", "#fce0bd", "#d5ead0", "#f6d0d0", "#ececec"
-LINE, FAINT = "#333333", "#777777"
+PAPER, LINE, FAINT, GRID = "#ffffff", "#333333", "#6b6b6b", "#c9c9c9"
+HEALTHY, SICK = "#1f5fa8", "#b03030"
+DARK = {
+    **{BLUE: "#1d3c5a", ORANGE: "#5c4019", GREEN: "#24482b", RED: "#5c2c2c", GREY: "#34383e"},
+    **{PAPER: "#131416", LINE: "#dfe2e6", FAINT: "#a3abb5", GRID: "#4a4f56"},
+    **{HEALTHY: "#7db4f0", SICK: "#f08c8c"},
+}
+FONT = {
+    "svg.fonttype": "none",  # text as text, in any font without serifs
+    "svg.hashsalt": "nanogrpo",  # the same ids in every run
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "Helvetica"],
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color"), LINE),
+    "ytick.color": LINE,
+}
+WIDTH = 46  # of every diagram, in tenths of an inch
 
 
-def canvas(width: float, height: float) -> tuple[Figure, Axes]:
-    """Return a white figure whose coordinates are tenths of an inch, from the lower left corner."""
-    figure = Figure(figsize=(width / 10, height / 10), facecolor="white")
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure. Where an SVG is shown in a dark theme, each color is replaced by its dark
+    one.
+    """
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {}, dpi=110)
+    if path.suffix == ".svg":
+        text = path.read_text()
+        rules = "".join(
+            f'[style*="{what}: {light}"] {{ {what}: {dark} !important }}\n'
+            for light, dark in DARK.items()
+            for what in ("fill", "stroke")
+            if f"{what}: {light}" in text
+        )
+        style = f"<style>@media (prefers-color-scheme: dark) {{\n{rules}}}</style>\n"
+        path.write_text(text.replace("<defs>", style + "<defs>", 1))
+
+
+def canvas(height: float) -> tuple[Figure, Axes]:
+    """Return a figure whose coordinates are tenths of an inch, from the lower left corner."""
+    figure = Figure(figsize=(WIDTH / 10, height / 10), facecolor=PAPER)
     axis = figure.add_axes((0, 0, 1, 1))
-    axis.set(xlim=(0, width), ylim=(0, height))
+    axis.set(xlim=(0, WIDTH), ylim=(0, height))
     axis.axis("off")
     return figure, axis
 
 
-def box(
-    axis: Axes, x: float, y: float, w: float, h: float, color: str, *lines: str, size: float = 9
-) -> None:
+def box(axis: Axes, x: float, y: float, w: float, h: float, color: str, *lines: str) -> None:
     """Draw a box with centered lines of text, the first of them bold."""
     style = "round,pad=0,rounding_size=0.6"
     patch = FancyBboxPatch((x, y), w, h, boxstyle=style, facecolor=color, edgecolor=LINE, lw=0.8)
     axis.add_patch(patch)
-    step = size * 0.19
-    top = y + h / 2 + step * (len(lines) - 1) / 2
     for i, line in enumerate(lines):
-        weight, shade = ("bold", "black") if i == 0 else ("normal", LINE)
-        style: dict[str, Any] = {"ha": "center", "va": "center", "color": shade, "weight": weight}
-        axis.text(x + w / 2, top - i * step, line, fontsize=size if i == 0 else size - 1, **style)
+        top = y + h / 2 + 1.8 * ((len(lines) - 1) / 2 - i)
+        note(axis, x + w / 2, top, line, ha="center", weight="normal" if i else "bold")
 
 
 def cell(
     axis: Axes, x: float, y: float, w: float, h: float, color: str, text: str = "", size: float = 9
 ) -> None:
     axis.add_patch(Rectangle((x, y), w, h, facecolor=color, edgecolor=LINE, lw=0.8))
-    axis.text(x + w / 2, y + h / 2, text, fontsize=size, ha="center", va="center")
+    note(axis, x + w / 2, y + h / 2, text, fontsize=size, ha="center")
 
 
-def arrow(axis: Axes, *points: tuple[float, float], color: str = LINE) -> None:
+def arrow(axis: Axes, *points: tuple[float, float]) -> None:
     """Draw an arrow through points."""
     for a, b in itertools.pairwise(points[:-1]):
-        axis.plot(*zip(a, b), color=color, lw=1.2, solid_capstyle="round")
+        axis.plot(*zip(a, b), color=LINE, lw=1.2, solid_capstyle="round")
     style = {"arrowstyle": "-|>", "mutation_scale": 10, "shrinkA": 0, "shrinkB": 0, "lw": 1.2}
-    axis.add_patch(FancyArrowPatch(points[-2], points[-1], color=color, **style))
+    axis.add_patch(FancyArrowPatch(points[-2], points[-1], color=LINE, **style))
 
 
 def note(axis: Axes, x: float, y: float, text: str, **style: Any) -> None:
-    axis.text(x, y, text, **{"fontsize": 8, "color": FAINT, "va": "center", **style})
+    axis.text(x, y, text, **{"fontsize": 9, "color": LINE, "va": "center", **style})
 
 
 # --- the pictures ---
 
 
 def loop() -> Figure:
-    figure, axis = canvas(82, 31)
-    w, h, top, bottom = 17, 8.5, 19, 3
-    x = [2, 22.5, 43, 63.5]
-    box(axis, x[0], top, w, h, GREY, "draw", "a prompt:", "76-2+5=")
-    box(axis, x[1], top, w, h, ORANGE, "sample", "a group of completions:", "79   77   84   70")
-    box(axis, x[2], top, w, h, GREEN, "score", "a reward for each:", "2   1   1   1")
-    box(axis, x[3], top, w, h, GREEN, "compare", "better than the group?", "+1.5  -0.5  -0.5  -0.5")
-    box(axis, x[3], bottom, w, h, BLUE, "pack", "all tokens in a strip,", "without padding")
-    box(axis, x[2], bottom, w, h, BLUE, "loss", "good tokens: more likely", "bad ones: less likely")
-    box(axis, x[1], bottom, w, h, BLUE, "optimizer step", "new weights")
-    for a, b in itertools.pairwise(x):
-        arrow(axis, (a + w, top + h / 2), (b, top + h / 2))
-    arrow(axis, (x[3] + w / 2, top), (x[3] + w / 2, bottom + h))
-    for a, b in ((x[3], x[2]), (x[2], x[1])):
-        arrow(axis, (a, bottom + h / 2), (b + w, bottom + h / 2))
-    arrow(axis, (x[1] + w / 2, bottom + h), (x[1] + w / 2, top))
-    note(axis, x[1] + w / 2 + 1, (top + bottom + h) / 2, "sync: copy the weights to the engine")
-    note(axis, x[0], bottom + h / 2, "engine: orange\nrewards: green\ntrainer: blue")
+    figure, axis = canvas(48)
+    w, h, left, right = 19.5, 7.5, 1, 25.5
+    rows = [39.5, 27.5, 15.5, 3.5]
+    box(axis, left, rows[0], w, h, GREY, "draw", "a prompt:", "76-2+5=")
+    box(axis, left, rows[1], w, h, ORANGE, "sample", "a group of completions:", "79  77  84  70")
+    box(axis, left, rows[2], w, h, GREEN, "score", "a reward for each:", "2  1  1  1")
+    box(axis, left, rows[3], w, h, GREEN, "compare", "advantages:", "1.5  -0.5  -0.5  -0.5")
+    box(axis, right, rows[3], w, h, BLUE, "pack", "all tokens in a strip,", "without padding")
+    box(axis, right, rows[2], w, h, BLUE, "loss", "good tokens: more likely", "bad: less likely")
+    box(axis, right, rows[1], w, h, BLUE, "optimizer step", "new weights")
+    for a, b in itertools.pairwise(rows):
+        arrow(axis, (left + w / 2, a), (left + w / 2, b + h))
+        if a < rows[0]:
+            arrow(axis, (right + w / 2, b + h), (right + w / 2, a))
+    arrow(axis, (left + w, rows[3] + h / 2), (right, rows[3] + h / 2))
+    arrow(axis, (right, rows[1] + h / 2), (left + w, rows[1] + h / 2))
+    note(axis, right, 37.5, "sync: copy the weights\nto the engine", color=FAINT)
+    note(axis, right, 43.5, "orange: engine\ngreen: rewards   blue: trainer", color=FAINT)
     return figure
 
 
 def timeline() -> Figure:
     """Draw steps with --max-staleness 0 and 1. The widths are examples, not measurements."""
-    figure, axis = canvas(92, 40)
+    figure, axis = canvas(60)
 
-    def bar(lane: float, start: float, end: float, color: str, text: str) -> None:
-        cell(axis, 12 + 6.9 * start, lane, 6.9 * (end - start), 4, color, text, size=8)
+    def lanes(x: float, title: str, *bars: tuple[int, float, float, str, str]) -> None:
+        note(axis, x, 57.5, title, weight="bold")
+        for lane, name in enumerate(("trainer", "server")):
+            note(axis, x + 10.8 * lane + 5, 53, name, ha="center")
+            axis.plot([x + 10.8 * lane + 5] * 2, (4, 51), color=GRID, lw=0.8, zorder=0)
+        for lane, start, end, color, text in bars:
+            place = x + 10.8 * lane, 51 - 4.1 * end, 10, 4.1 * (end - start)
+            cell(axis, *place, color, text, size=8 if end - start < 1 else 9)
 
-    def lanes(y: float, title: str) -> None:
-        axis.text(1.5, y + 13.2, title, fontsize=9, weight="bold", va="center")
-        for lane, name in ((y + 6.5, "trainer"), (y, "vLLM server")):
-            note(axis, 1.5, lane + 2, name, color="black")
-            axis.plot((12, 90), (lane + 2, lane + 2), color="#bbbbbb", lw=0.8, zorder=0)
-
-    lanes(24, "--max-staleness 0 (the default): always the newest weights")
-    for step, start in enumerate((0.0, 5.6)):
-        for lane in (30.5, 24):
-            bar(lane, start, start + 0.6, GREY, "sync")
-        bar(24, start + 0.6, start + 3, ORANGE, f"sample {step}")
-        bar(30.5, start + 3, start + 3.6, GREEN, "score")
-        bar(30.5, start + 3.6, start + 5.6, BLUE, f"train {step}")
-        note(axis, 12 + 6.9 * (start + 1.8), 33.8, "waits", ha="center")
-        note(axis, 12 + 6.9 * (start + 4.3), 27.3, "waits", ha="center")
-
-    lanes(4, "--max-staleness 1: the server samples step t + 1 while step t is trained")
-    for lane in (10.5, 4):
-        bar(lane, 0, 0.6, GREY, "sync")
-        bar(lane, 5.6, 6.2, GREY, "sync")
-        bar(lane, 9.4, 10, GREY, "sync")
-    bar(4, 0.6, 3, ORANGE, "sample 0")
-    bar(10.5, 3, 3.6, GREEN, "score")
-    bar(10.5, 3.6, 5.6, BLUE, "train 0")
-    bar(4, 3, 5.6, ORANGE, "sample 1")
-    bar(4, 6.2, 6.8, ORANGE, "…")
-    bar(10.5, 6.8, 7.4, GREEN, "score")
-    bar(10.5, 7.4, 9.4, BLUE, "train 1")
-    bar(4, 6.8, 9.4, ORANGE, "sample 2")
-    bar(4, 10, 10.8, ORANGE, "…")
-    note(
-        axis,
-        12,
-        1.5,
-        "At a sync, completions in progress go on with the new weights. The widths are examples.",
+    both = ((lane, start, start + 0.6, GREY, "sync") for lane in (0, 1) for start in (0, 5.6))
+    lanes(
+        *(1, "--max-staleness 0\n(the default)", *both),
+        *((1, t + 0.6, t + 3, ORANGE, f"sample {i}") for i, t in enumerate((0, 5.6))),
+        *((0, t + 3, t + 3.6, GREEN, "score") for t in (0, 5.6)),
+        *((0, t + 3.6, t + 5.6, BLUE, f"train {i}") for i, t in enumerate((0, 5.6))),
     )
+    ahead = ((lane, t, t + 0.6, GREY, "sync") for lane in (0, 1) for t in (0, 5.6, 9.4))
+    lanes(
+        *(24.5, "--max-staleness 1\n(one step ahead)", *ahead),
+        *((1, a, b, ORANGE, f"sample {i}") for i, a, b in ((0, 0.6, 3), (1, 3, 5.6))),
+        *((1, 6.2, 6.8, ORANGE, "…"), (1, 6.8, 9.4, ORANGE, "sample 2")),
+        *((1, 10, 11.2, ORANGE, "…"), (0, 3, 3.6, GREEN, "score"), (0, 3.6, 5.6, BLUE, "train 0")),
+        *((0, 6.8, 7.4, GREEN, "score"), (0, 7.4, 9.4, BLUE, "train 1")),
+    )
+    note(axis, 6, 51 - 4.1 * 1.8, "waits", ha="center", color=FAINT)
+    note(axis, 16.8, 51 - 4.1 * 4.3, "waits", ha="center", color=FAINT)
+    text = "Time runs down. At a sync, completions in progress\ngo on with the new weights."
+    note(axis, 1, 1.8, text, color=FAINT, fontsize=8.5)
     return figure
 
 
 def strip() -> Figure:
-    figure, axis = canvas(88, 36)
-    prompt, first, second = GREY, BLUE, ORANGE
+    figure, axis = canvas(66)
     size = 5
 
-    def row(x: float, y: float, tokens: list[tuple[str, str]], predicted: list[str]) -> None:
+    def row(y: float, title: str, tokens: list[tuple[str, str]], predicted: list[str]) -> None:
+        note(axis, 1, y + 6.3, title, weight="bold")
         for i, ((token, color), target) in enumerate(zip(tokens, predicted)):
-            cell(axis, x + size * i, y, size, size * 0.8, color, token)
-            note(axis, x + size * (i + 0.5), y - 1.6, target, ha="center", color="black")
-        note(axis, x - 1, y + size * 0.4, "tokens", ha="right")
-        note(axis, x - 1, y - 1.6, "predict", ha="right")
+            cell(axis, 9 + size * i, y, size, 4, color, token)
+            note(axis, 9 + size * (i + 0.5), y - 1.6, target, ha="center")
+        note(axis, 8, y + 2, "tokens", ha="right", color=FAINT)
+        note(axis, 8, y - 1.6, "predict", ha="right", color=FAINT)
 
-    p = [("p0", prompt), ("p1", prompt)]
-    axis.text(1.5, 33.5, "A copy of the prompt for each completion: T = 7", fontsize=9)
-    copies = [*p, ("a", first), ("b", first), *p, ("d", second)]
-    row(9, 27, copies, ["", "a", "b", "c", "", "d", "e"])
-    axis.text(1.5, 20.5, "A shared prompt: T = 5", fontsize=9)
-    shared = [*p, ("a", first), ("b", first), ("d", second)]
-    row(9, 14, shared, ["", "a, d", "b", "c", "e"])
+    p = [("p0", GREY), ("p1", GREY)]
+    copies = [*p, ("a", BLUE), ("b", BLUE), *p, ("d", ORANGE)]
+    title = "A copy of the prompt for each completion: T = 7"
+    row(56, title, copies, ["", "a", "b", "c", "", "d", "e"])
+    shared = [*p, ("a", BLUE), ("b", BLUE), ("d", ORANGE)]
+    row(43, "A shared prompt: T = 5", shared, ["", "a, d", "b", "c", "e"])
     text = (
-        "The completions are a b c and d e. Their last tokens\n"
-        "are predicted, but are not inputs. The targets are the\n"
-        "same in both strips: M = 5."
+        "The completions are a b c and d e. Their last tokens are\n"
+        "predicted, but are not inputs. Both strips have the same\n"
+        "targets: M = 5."
     )
-    note(axis, 1.5, 5, text, color="black")
-
-    x, y, side = 57, 8, 4.2
-    axis.text(x - 3, 33.5, "Who attends to whom, with a shared prompt", fontsize=9)
+    note(axis, 1, 36, text, color=FAINT)
+    note(axis, 1, 30.5, "Who attends to whom, with a shared prompt", weight="bold")
+    x, y, side = 9, 5, 4.2
     seen = [{0}, {0, 1}, {0, 1, 2}, {0, 1, 2, 3}, {0, 1, 4}]
     for r, (token, color) in enumerate(shared):
         top = y + side * (4 - r)
-        note(axis, x - 1, top + side / 2, token, ha="right", color="black")
-        note(axis, x + side * (r + 0.5), y + 5 * side + 1.3, token, ha="center", color="black")
+        note(axis, x - 1, top + side / 2, token, ha="right")
+        note(axis, x + side * (r + 0.5), y + 5 * side + 1.3, token, ha="center")
         for c in range(5):
-            cell(axis, x + side * c, top, side, side, color if c in seen[r] else "white")
-    note(
-        axis,
-        x + 2.5 * side,
-        y - 2.5,
-        "d attends to the prompt and to itself,\nbut not to a and b",
-        ha="center",
-    )
+            cell(axis, x + side * c, top, side, side, color if c in seen[r] else PAPER)
+    text = "d attends to the\nprompt and to d,\nbut not to a and b"
+    note(axis, x + 5 * side + 1, y + 2, text, color=FAINT)
     return figure
 
 
 def head() -> Figure:
-    figure, axis = canvas(92, 39)
-    # the hidden states, in chunks
-    for i in range(4):
-        cell(axis, 4, 9 + 6 * i, 9, 6, BLUE if i == 2 else "white", "chunk" if i == 2 else "")
-    note(axis, 8.5, 34.3, "hidden states [M, D]", ha="center", color="black")
-    # the logits of one chunk
-    cell(axis, 27, 21, 30, 6, ORANGE, "logits of the chunk [C, V]")
-    arrow(axis, (13, 24), (27, 24))
-    note(axis, 20, 26, "product 1: times Wᵀ", ha="center", color="black")
-    note(axis, 42, 28.4, "the only place where logits exist", ha="center")
-    arrow(axis, (42, 21), (42, 15))
-    note(axis, 43.2, 18, "loss and its derivative, row by row, in place", color="black")
-    cell(axis, 27, 9, 30, 6, RED, "gradient at the logits [C, V]")
-    # the two gradients
-    for i in range(4):
-        cell(axis, 80, 9 + 6 * i, 9, 6, BLUE if i == 2 else "white", "chunk" if i == 2 else "")
-    note(axis, 84.5, 34.3, "their gradient [M, D]", ha="center", color="black")
-    arrow(axis, (57, 13), (70, 13), (70, 24), (80, 24))
-    note(axis, 71, 21, "product 2: times W", ha="left", color="black")
-    cell(axis, 27, 1, 30, 4, GREEN, "gradient of W [V, D]")
-    arrow(axis, (42, 9), (42, 5))
-    note(
-        axis,
-        43.2,
-        7,
-        "product 3: its transpose times the chunk of hidden states, added up",
-        color="black",
-    )
-    note(
-        axis,
-        4,
-        37.2,
-        "Three matrix products for each chunk. Then the next chunk uses the same memory.",
-        color="black",
-        fontsize=9,
-    )
+    figure, axis = canvas(56)
+
+    def chunks(y: float, title: str) -> None:
+        for i in range(4):
+            cell(axis, 14 + 7.5 * i, y, 7.5, 4, BLUE if i == 1 else PAPER, "chunk" * (i == 1))
+        note(axis, 1, y + 2, title)
+
+    chunks(48, "hidden states\n[M, D]")
+    arrow(axis, (25.2, 48), (25.2, 41))
+    note(axis, 26.4, 44.5, "product 1: times Wᵀ")
+    cell(axis, 9, 36, 33, 5, ORANGE, "logits of the chunk [C, V]")
+    arrow(axis, (25.2, 36), (25.2, 29))
+    note(axis, 26.4, 32.5, "loss and derivative,\nrow by row, in place")
+    cell(axis, 9, 24, 33, 5, RED, "gradient at the logits [C, V]")
+    arrow(axis, (25.2, 24), (25.2, 17))
+    note(axis, 26.4, 20.5, "product 2: times W")
+    chunks(13, "their gradient\n[M, D]")
+    arrow(axis, (12, 24), (12, 9))
+    cell(axis, 4, 5, 38, 4, GREEN, "gradient of W [V, D], added up")
+    note(axis, 13.2, 11, "product 3: transposed, times the chunk")
+    note(axis, 1, 2, "Then the next chunk uses the same memory.", color=FAINT)
+    note(axis, 1, 54, "Three matrix products for each chunk", weight="bold")
     return figure
 
 
 def clip() -> Figure:
-    figure = Figure(figsize=(8.2, 3.4), facecolor="white", layout="constrained")
+    figure = Figure(figsize=(WIDTH / 10, 6.4), facecolor=PAPER, layout="constrained")
     ratio = torch.linspace(0.4, 1.6, 241)
     for i, sign in enumerate((1.0, -1.0)):
-        axis = figure.add_subplot(1, 2, i + 1)
+        axis = figure.add_subplot(2, 1, i + 1, facecolor=PAPER)
         inputs = LossInputs(
             torch.full_like(ratio, sign), torch.ones_like(ratio), torch.zeros_like(ratio)
         )
         loss, gradient, _, _ = policy_terms(ratio.log(), inputs, Clip(0.2, 0.2))
         flat = gradient == 0
-        axis.plot(ratio, -sign * ratio, color="#999999", lw=1, ls="--", label="without the clip")
-        axis.plot(ratio, loss, color="#1f5fa8", lw=2.2, label="the loss")
-        axis.axvspan(*ratio[flat].aminmax(), color=RED, alpha=0.6, lw=0)
-        axis.axvline(1, color="#bbbbbb", lw=0.8)
+        axis.axvspan(*ratio[flat].aminmax(), facecolor=RED, edgecolor="none")
+        axis.axvline(1, color=GRID, lw=0.8)
+        axis.plot(ratio, -sign * ratio, color=FAINT, lw=1, ls="--", label="without the clip")
+        axis.plot(ratio, loss, color=HEALTHY, lw=2.2, label="the loss")
         middle, height = (1.4, -0.62) if sign > 0 else (0.6, 1.38)
-        axis.text(middle, height, "no gradient", ha="center", color="#a03030", fontsize=9)
+        note(axis, middle, height, "no gradient", ha="center", color=SICK)
         text, x, y, direction = (
-            ("training raises the ratio", 0.72, -0.5, 0.12)
+            ("training raises\nthe ratio", 0.84, -0.46, 0.1)
             if sign > 0
-            else ("training lowers the ratio", 1.3, 0.95, -0.12)
+            else ("training lowers\nthe ratio", 1.3, 0.9, -0.12)
         )
         style = {"arrowstyle": "-|>", "color": LINE}
         axis.annotate("", (x + direction, y), (x - direction, y), arrowprops=style)
-        axis.text(x, y + 0.75 * direction, text, ha="center", va="center", fontsize=9)
+        note(axis, x, y - 0.14, text, ha="center")
         name = "good token: A = 1" if sign > 0 else "bad token: A = -1"
         axis.set_title(name, fontsize=10)
         axis.set_xticks([0.4, 0.8, 1.0, 1.2, 1.6], ["0.4", "1-ε", "1", "1+ε", "1.6"])
         axis.set(xlabel="ratio w", ylabel="loss l", xlim=(0.4, 1.6))
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(loc="lower left" if sign > 0 else "lower right", fontsize=8, frameon=False)
+        axis.legend(loc="lower left" if sign > 0 else "lower right", fontsize=9, frameon=False)
     return figure
 
 
 def reading_map() -> Figure:
-    figure, axis = canvas(94, 49)
-    columns = {
+    parts = {
         "1  the idea": (
             GREY,
-            [
-                ("docs/grpo.md", "GRPO from zero"),
-                ("docs/walkthrough.md", "one prompt, all numbers"),
-                ("docs/exercises.md", "try it yourself"),
-            ],
+            ("docs/grpo.md", "GRPO from zero"),
+            ("docs/walkthrough.md", "one prompt, all numbers"),
+            ("docs/exercises.md", "try it yourself"),
         ),
         "2  the loop": (
             ORANGE,
-            [("train.py", "the loop"), ("types.py", "what flows through it")],
+            ("train.py", "the loop"),
+            ("types.py", "what flows through it"),
         ),
         "3  the algorithm": (
             GREEN,
-            [
-                ("step.py", "a step's samples"),
-                ("grpo/advantages.py", "the baseline"),
-                ("grpo/loss.py", "the objective"),
-                ("kernels/reference/policy.py", "policy_terms: the loss"),
-            ],
+            ("step.py", "a step's samples"),
+            ("grpo/advantages.py", "the baseline"),
+            ("grpo/loss.py", "the objective"),
+            ("kernels/reference/policy.py", "the loss of a token"),
         ),
         "4  what it runs on": (
             BLUE,
-            [
-                ("grpo/packing.py", "strips"),
-                ("model/decoder.py", "the model"),
-                ("engine/local.py", "sampling"),
-                ("kernels/README.md", "the fused head"),
-            ],
+            ("grpo/packing.py", "strips"),
+            ("model/decoder.py", "the model"),
+            ("engine/local.py", "sampling"),
+            ("kernels/README.md", "the fused head"),
+        ),
+        "5  what attaches to it": (
+            RED,
+            ("run/setup.py", "how a run is built"),
+            ("feature.py", "the seam"),
+            ("extras/attach.py", "all that is off by default"),
+            ("vllm/feature.py, serve.py", "sampling in vLLM"),
         ),
     }
-    core = {"boxstyle": "round,pad=0,rounding_size=1", "facecolor": "none", "edgecolor": FAINT}
-    axis.add_patch(FancyBboxPatch((24, 12.3), 69.3, 36.1, linestyle="--", **core))
-    note(axis, 92.3, 13.8, "the core: one afternoon", ha="right")
-    x, w, h = 2.0, 20.5, 5.6
-    for i, (title, (color, files)) in enumerate(columns.items()):
-        axis.text(x + w / 2, 46, title, fontsize=10, weight="bold", ha="center")
-        for j, (name, text) in enumerate(files):
-            y = 38 - 7 * j
-            box(axis, x, y, w, h, color, name, text, size=8.5)
-            if j:
-                arrow(axis, (x + w / 2, y + 7), (x + w / 2, y + h))
-        if i < 3:
-            arrow(axis, (x + w, 40.8), (x + w + 2.8, 40.8))
-        x += w + 2.8
-    x, middle = 25.3, 25.3 + w / 2
-    axis.text(middle, 28.2, "5  what attaches to it", fontsize=10, weight="bold", ha="center")
-    box(axis, x, 21, w, h, ORANGE, "run/setup.py", "how a run is built", size=8.5)
-    box(axis, x, 14, w, h, ORANGE, "feature.py", "the seam", size=8.5)
-    arrow(axis, (middle, 21), (middle, 14 + h))
-    arrow(axis, (middle, 14), (middle, 3 + h))
-    arrow(axis, (middle, 10.5), (75, 10.5), (75, 3 + h))
-    box(axis, x, 3, 31, h, RED, "extras/attach.py", "all that is off by default", size=8.5)
-    box(axis, 61, 3, 31, h, RED, "vllm/feature.py, serve.py", "sampling in vLLM", size=8.5)
-    note(
-        axis,
-        2,
-        20.5,
-        "to change it: docs/fork.md\nall formulas: docs/equations.md\n"
-        "several GPUs: docs/scale.md\nvLLM: docs/vllm.md",
-        va="top",
-        color="black",
-    )
+    figure, axis = canvas(73)
+    top = 72.0
+    for title, (color, *files) in parts.items():
+        height = 2.2 * len(files) + 1.2
+        note(axis, 2, top - 1.6, title, weight="bold", fontsize=10)
+        box(axis, 1, top - 3.4 - height, 44, height, color)
+        for i, (name, text) in enumerate(files):
+            y = top - 5.1 - 2.2 * i
+            note(axis, 2.5, y, name, weight="bold")
+            note(axis, 26, y, text)
+        top -= height + 5.4
+        if top > 15:
+            arrow(axis, (42, top + 2), (42, top - 3.4))
+    note(axis, 2, top - 0.4, "Parts 2 to 4 take an afternoon.", color=FAINT)
     return figure
 
 
@@ -329,13 +307,9 @@ PICTURES = (loop, timeline, strip, head, clip, reading_map)
 
 
 def main(folder: Path = HERE, suffix: str = "svg") -> None:
-    # Text as text, in any font without serifs, and the same ids in every run.
-    fonts = ["DejaVu Sans", "Verdana", "Arial", "Helvetica"]
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "nanogrpo", "font.sans-serif": fonts}
-    metadata = {"Date": None} if suffix == "svg" else {}
-    with rc_context(settings):
+    with rc_context(FONT):
         for draw in PICTURES:
-            draw().savefig(folder / f"{draw.__name__}.{suffix}", metadata=metadata, dpi=110)
+            save(draw(), folder / f"{draw.__name__}.{suffix}")
 
 
 if __name__ == "__main__":
