@@ -281,8 +281,8 @@ high.
 No option was tuned for a single row. All rows of a table have the same learning rate. The learning
 rate is 3e-5, from examples/word_problems.json, unless the options of all rows set another learning
 rate. Only the row `dapo, on policy` of the tiny model has its own learning rate. The page
-[grpo.md](grpo.md) explains the objectives, and [equations.md](equations.md#the-loss-of-a-token)
-lists their equations.
+[choices.md](choices.md#4-the-relatives-of-grpo) explains the objectives, and
+[equations.md](equations.md#the-loss-of-a-token) lists their equations.
 
 The default values of options are those of TRL, so that a command for TRL gives the same numbers in
 nanogrpo. For cispo, gspo and luspo, TRL's defaults are not the values of the papers: with

@@ -1,11 +1,12 @@
-"""Write the two chapters of the course as notebooks: docs/grpo.md and docs/walkthrough.md.
+"""Write the chapters of the course as notebooks: docs/grpo.md, docs/choices.md and
+docs/walkthrough.md.
 
-    python docs/notebooks.py        # writes examples/grpo.ipynb and examples/walkthrough.ipynb
+    python docs/notebooks.py        # writes examples/grpo.ipynb and the others
 
-In: the pages, which hold the text once. Out: the same text, in which programs are cells to run, and
-their printed output is left out. In the walkthrough, each section runs the functions of
-examples/walkthrough.py with the same number. tests/test_notebook.py runs both, and checks that they
-are up to date. Read next: ../tests/docs.py (how the pages are checked).
+In: the pages, which hold the text and the output once. Out: the same text, in which programs are
+cells to run, with their output. In the walkthrough, each section runs the functions of
+examples/walkthrough.py with the same number. tests/test_notebook.py runs all of them, and checks
+that they are up to date. Read next: ../tests/docs.py (how the pages are checked).
 """
 
 from __future__ import annotations
@@ -17,18 +18,26 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+CHAPTERS = "grpo", "choices", "walkthrough"
 HERE = "import sys\n\nsys.path.insert(0, '..')  # the repository\n"
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"\n]*)")?\n(.*?)^```\n', re.DOTALL | re.MULTILINE)
 
 
-def cell(kind: str, text: str) -> dict:
-    lines = text.strip("\n").splitlines(keepends=True)
-    out: dict = {"cell_type": kind, "metadata": {}, "source": lines}
-    return out | ({"execution_count": None, "outputs": []} if kind == "code" else {})
+def cell(kind: str, text: str, printed: str = "") -> dict:
+    out: dict = {"cell_type": kind, "metadata": {}, "source": lines(text.strip("\n"))}
+    if kind == "markdown":
+        return out
+    stream = {"output_type": "stream", "name": "stdout", "text": lines(printed)}
+    return out | {"execution_count": None, "outputs": [stream] if printed else []}
+
+
+def lines(text: str) -> list[str]:
+    return text.splitlines(keepends=True)
 
 
 def linked(text: str) -> str:
     """Let links and pictures of a page in docs/ lead to the same file from examples/."""
+    text = re.sub(r"^Open this page as a notebook.*\n\n", "", text, flags=re.MULTILINE)
     return re.sub(r"\]\((?!\.\./|https?:|#)", "](../docs/", text)
 
 
@@ -50,12 +59,15 @@ def course(page: str) -> dict:
     for block in BLOCK.finditer(page):
         language, title, body = block.groups()
         runs = language == "python" and not title
-        if runs or output:
+        if output:  # the block is what the last cell prints
+            cells[-1] = cell("code", "".join(cells[-1]["source"]), body)
+            last = block.end()
+        if runs:
             before = page[last : block.start()]
             cells += [cell("markdown", linked(before))] if before.strip() else []
-            cells += [cell("code", body)] if runs else []
+            cells += [cell("code", body)]
             last = block.end()
-        output = runs  # the next block is what it prints
+        output = runs
     return notebook([*cells, cell("markdown", linked(page[last:]))])
 
 
@@ -91,11 +103,12 @@ def walkthrough(page: str, program: str) -> dict:
     )
     cells = [cell("markdown", linked(first)), cell("code", begin)]
     for section in sections:
+        printed = [m[3] for m in BLOCK.finditer(section) if m[2] and m[1] == "text"]
         shown = BLOCK.sub(lambda m: "" if m[2] and m[1] == "text" else m[0], section)
         cells.append(cell("markdown", linked(re.sub(r"\n{3,}", "\n\n", shown))))
         number = re.match(r"## (\d+)", section)
         if number and number[1] in calls:
-            cells.append(cell("code", calls.pop(number[1])))
+            cells.append(cell("code", calls.pop(number[1]), "\n".join(printed)))
     if calls:
         sys.exit(f"docs/walkthrough.md has no section {min(calls)}.")
     return notebook(cells)
@@ -103,12 +116,10 @@ def walkthrough(page: str, program: str) -> dict:
 
 def written() -> dict[Path, str]:
     """Return each notebook's path and text."""
-    pages = {name: (ROOT / f"docs/{name}.md").read_text() for name in ("grpo", "walkthrough")}
+    pages = {name: (ROOT / f"docs/{name}.md").read_text() for name in CHAPTERS}
     program = (ROOT / "examples/walkthrough.py").read_text()
-    books = {
-        "grpo": course(pages["grpo"]),
-        "walkthrough": walkthrough(pages["walkthrough"], program),
-    }
+    books = {name: course(page) for name, page in pages.items()}
+    books["walkthrough"] = walkthrough(pages["walkthrough"], program)
     return {
         ROOT / f"examples/{name}.ipynb": json.dumps(book, indent=1, ensure_ascii=False) + "\n"
         for name, book in books.items()

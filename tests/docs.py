@@ -124,5 +124,5 @@ def walkthrough() -> str:
 
 
 if __name__ == "__main__":
-    for path in (ROOT / "docs/grpo.md", ROOT / "docs/walkthrough.md"):
+    for path in (ROOT / f"docs/{name}.md" for name in ("grpo", "choices", "walkthrough")):
         path.write_text(updated(path.read_text(), walkthrough))
