@@ -1,8 +1,8 @@
 """Handle the end of a process that this process depends on.
 
 If the parent of a process ends, the process ends, too. If the reader of a process's output ends,
-the process continues without output. Standard library only. Used by rewards/process.py and
-failure.py.
+the process continues without output. Standard library only. Used by rewards/process.py,
+world.py and failure.py.
 """
 
 import ctypes
@@ -12,12 +12,12 @@ import sys
 from typing import Any
 
 
-def killed_with(parent: int) -> None:
-    """Make the Linux kernel send SIGKILL to this process when its parent ends. On other systems, do
-    nothing. The signal works even if C code never releases Python's global lock.
+def signaled_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Make the Linux kernel send a signal to this process when its parent ends. On other systems,
+    do nothing. SIGKILL works even if C code never releases Python's global lock.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:  # the parent has already ended
             os._exit(0)
 

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from nanogrpo.config import Config
 from nanogrpo.distributed import failure
+from nanogrpo.distributed.parent import signaled_with
 from nanogrpo.errors import UserError, first_sentence
 from nanogrpo.types import Sample
 
@@ -190,6 +192,8 @@ def join(cfg: Config) -> Iterator[World]:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
     world = World(rank, size, device)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # without torchrun, nobody could end the ranks
+        signaled_with(os.getppid(), signal.SIGTERM)
     _connect(cfg, world)
     try:
         world.agree(vars(cfg))

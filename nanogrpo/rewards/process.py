@@ -30,7 +30,7 @@ from json import dumps, loads  # the user's code may replace json.dumps
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from nanogrpo.distributed.parent import Console, killed_with
+from nanogrpo.distributed.parent import Console, signaled_with
 from nanogrpo.errors import UserError, text_of
 from nanogrpo.rewards.call import call, name_of, users_code
 from nanogrpo.rewards.plugin import load_reward
@@ -148,7 +148,7 @@ def main(descriptor: int, trainer: int) -> None:
     """Import the functions, then answer calls until the trainer has ended. The answer is a text
     only if it reports an error.
     """
-    killed_with(trainer)  # ends this process even if it hangs in C code
+    signaled_with(trainer)  # ends this process even if it hangs in C code
     sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
     faulthandler.enable()  # reports where a segmentation fault happened
     faulthandler.register(signal.SIGUSR1)  # traces of all threads

@@ -165,12 +165,13 @@ def test_gradients_are_summed_in_shards_if_the_user_asks_for_it(bases):
 # --- full runs ---
 
 
-def test_a_signal_to_torchrun_saves_a_run(bases, tmp_path):
-    """It passes the signal on to the ranks."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_torchrun_saves_a_run(bases, tmp_path, number):
+    """It passes SIGTERM on to the ranks, and they get one if it is killed."""
     with torchrun("train.py", *argv(bases[True], tmp_path)) as process:
         until(running(tmp_path))
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=PATIENCE)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=PATIENCE)  # until the ranks have closed their end
     assert process.returncode != 0  # torchrun's own status, whatever the ranks return
     head = lines(tmp_path)[0]
     assert head["processes"] == 2
