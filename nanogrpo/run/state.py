@@ -230,7 +230,9 @@ class Saver:
         mine = tensors(self.model, self.optimizer, self.features)
         with _reading(folder):
             for name in sorted(saved["files"])[world.rank :: world.size]:
-                if digest(folder / name) != saved["files"][name]:
+                # earlier versions stored the names of state/ without the folder
+                path = next(folder.rglob(name), folder / name)
+                if digest(path) != saved["files"][name]:
                     raise ValueError(f"{name} has changed since it was written")
             stored = reader.read_metadata().state_dict_metadata
             if any(name.startswith("master.") and name not in mine for name in stored):

@@ -358,6 +358,15 @@ def test_an_option_that_one_side_lacks_counts_as_its_default(tmp_path, tiny_base
         Run(core, tiny_base)
 
 
+def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path, tiny_base):
+    """It has hashes only of the prompts and of the files of state/, named without the folder."""
+    folder = start(tmp_path, tiny_base).advance(1).save()
+    hashes = read_json(folder / "state.json")["files"].items()
+    files = {name.removeprefix("state/"): h for name, h in hashes if name.startswith("state/")}
+    change(folder, origin="hash", files=files)
+    assert start(tmp_path, tiny_base, resume=True).step == 1
+
+
 def test_another_models_checkpoint_is_refused(tmp_path, tiny_base):
     folder = start(tmp_path, tiny_base).advance(1).save()
     other = write_base(tmp_path / "other", hidden_size=32)
