@@ -34,7 +34,6 @@ import pickle
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,7 +86,7 @@ def call(function: Callable, arguments: dict, shared: dict) -> tuple[list, list,
     def log_extra(column: str, values: Sequence) -> None:
         if len(values) != size:
             raise ValueError(f"log_extra({column!r}, …) has {len(values)} values, not {size}")
-        extra.append((column, list(map(_plain, values))))
+        extra.append((str(column), list(map(_plain, values))))
 
     def log_metric(name: str, value: float) -> None:
         # "eval/…" are the metrics of evaluations; the mean of numbers below 1e300 is finite
@@ -106,6 +105,9 @@ def call(function: Callable, arguments: dict, shared: dict) -> tuple[list, list,
             result = asyncio.run_coroutine_threadsafe(_await(result), own_loop()).result()
             if isinstance(result, BaseException):
                 raise result
+        values = result.tolist() if hasattr(result, "tolist") else result  # numpy and torch
+        if is_list := isinstance(values, list | tuple):
+            values = list(map(_plain, values))
     # sys.exit(0) must not end the run as if it had succeeded
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         lines = (
@@ -117,15 +119,13 @@ def call(function: Callable, arguments: dict, shared: dict) -> tuple[list, list,
             f"the reward function {name} raised {type(error).__name__}: {text_of(error)} (at "
             f"{next(lines, 'its call')}); fix the function"
         ) from error
-    values = result.tolist() if hasattr(result, "tolist") else result  # numpy and torch
-    is_list = isinstance(values, list | tuple)
     if not is_list or len(values) != size:
         what = f"{len(values)} values" if is_list else f"a {type(values).__name__}"
         raise UserError(
             f"the reward function {name} returned {what}; it must return a list of {size} values, "
             "one for each completion"
         )
-    return list(map(_plain, values)), extra, metrics
+    return values, extra, metrics
 
 
 def name_of(function: Callable) -> str:
@@ -173,4 +173,4 @@ def _plain(value: Any) -> Any:
         value = value.tolist()  # a numpy or torch scalar
     if isinstance(value, str | int | float | None):
         return value
-    return float(value) if isinstance(value, Real) else str(value)
+    return float(value) if hasattr(value, "__float__") else str(value)  # such as a Decimal

@@ -80,7 +80,7 @@ def nan(prompts, **kwargs):
 
 def logs(completions, log_extra, log_metric, trainer_state, **kwargs):
     log_extra("letters", [len(c) for c in completions])
-    log_extra("object", [object] * len(completions))
+    log_extra(("a", 1), [object] * len(completions))
     log_metric("mine/step", trainer_state.global_step)
     log_metric("mine/step", trainer_state.max_steps + 2 * trainer_state.epoch)
     return [None] * len(completions)

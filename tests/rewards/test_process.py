@@ -56,7 +56,7 @@ def test_results_are_the_same_with_and_without_the_process():
     scores, logged = found[0]
     names = ["length", "part", "Judge", "format_reward", "Judge_2", "logs", "length_2"]
     assert scores[1][:2] == (3.5, dict(zip(names, [1.0, 1.0, 0.25, 0.0, 0.25, None, 1.0])))
-    assert scores[1][2] == {"letters": 1, "object": "<class 'object'>"}
+    assert scores[1][2] == {"letters": 1, "('a', 1)": "<class 'object'>"}
     assert logged == {"mine/step": 7.5}  # the mean of 4 and 11
 
 

@@ -6,6 +6,8 @@ Here every function runs in this process. In test_process.py they run in one tha
 import asyncio
 import functools
 import sys
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -108,6 +110,7 @@ def test_every_kind_of_number_becomes_a_float():
         [torch.tensor(1.0), torch.tensor(False)],
         np.array([1, 0], dtype=np.int8),
         [np.float32(1), np.bool_(False)],
+        [Fraction(1), Decimal(0)],
     ):
         samples = make_samples()
         score(samples, [lambda completions, result=result, **kwargs: result])
@@ -141,6 +144,7 @@ def test_partials_and_instances_have_names():
         ),
         ([1.0, torch.tensor([1.0, 2.0])], "for sample 1 of prompt 17"),
         (torch.ones(2, 1), r"returned \[1.0\] for sample 0"),
+        ([1.0, Fraction(10**400)], "raised OverflowError: "),
         ([1.0], "returned 1 values; it must return a list of 2 values, one for each"),
         (None, "returned a NoneType"),
         (1.0, "returned a float; it must"),
