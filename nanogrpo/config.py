@@ -13,7 +13,6 @@ from the fields. Extras add their own options in a subclass. Read next: train.py
 from __future__ import annotations
 
 import functools
-import math
 import numbers
 import operator
 from collections.abc import Iterator
@@ -168,6 +167,7 @@ class Config:
         "sequences that are decoded at once; default: 64, or on a GPU as many as a step samples, at"
         " most 256",
         "> 0",
+        "<= 65536",
     )
     cache_tokens: int | None = free_option(
         None,
@@ -397,8 +397,8 @@ def values(c: Config) -> Iterator[str]:
         if "required" in rules and not (items and all(items)):
             yield f"{name} is missing: {rules['required']}."
         for item in items:
-            if isinstance(item, float) and not math.isfinite(item):
-                yield f"{name} is {item}: give a finite number."
+            if isinstance(item, float) and not abs(item) < 1e38:  # the largest float32 is 3e38
+                yield f"{name} is {item}: give a number below 1e38."
             if item not in rules.get("choices", (item,)):
                 yield f"{name} is {item!r}: choose one of {', '.join(rules['choices'])}."
             for limit in rules["limits"]:

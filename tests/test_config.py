@@ -215,6 +215,7 @@ LARGEST = {
     "<= 1": "top_p top_entropy_quantile ref_model_mixup_alpha",
     "< 1": "epsilon adam_beta1 adam_beta2 ema_decay",
     "<= 1e7": "reward_timeout server_timeout ddp_timeout tool_timeout",
+    "<= 65536": "max_concurrent",
     f"< {2**63}": "seed",
 }
 

@@ -32,7 +32,9 @@ MISTAKES = [
     # --- values ---
     ("--num-generations 1", "--num-generations is 1: it must be >= 2"),
     ("--num-generations 6", "--generation-batch-size 16 is not a multiple of --num-generations 6"),
-    ("--temperature inf", "--temperature is inf: give a finite number"),
+    ("--temperature inf", "--temperature is inf: give a number below 1e38"),
+    ("--epsilon-high 1e39", "--epsilon-high is 1e+39: give a number below 1e38"),
+    ("--max-concurrent 99999999999", "--max-concurrent is 99999999999: it must be <= 65536"),
     ("--loss-type ppo", "--loss-type is 'ppo': choose one of grpo, bnpo, dr_grpo, dapo"),
     ("--max-completion-length 256", "--max-completion-length 256 leaves no room for a prompt in a"),
     ("--warmup-steps nan", "--warmup-steps is nan"),
