@@ -198,7 +198,8 @@ def from_record(
     elif column == "question" and _result(answer) != answer:
         columns.setdefault("solution", _result(answer))
     read = tokenizer.template_variables & columns.keys()
-    own = {name: columns[name] for name in sorted(read) if columns[name]}
+    # an empty cell sets nothing, but False does
+    own = {name: columns[name] for name in sorted(read) if columns[name] not in (None, "", [])}
     is_question = column != "prompt" or system_prompt or own
     if isinstance(text, str) and tokenizer.has_chat_template and is_question:
         text = [{"role": "user", "content": text}]

@@ -166,7 +166,7 @@ class Tokenizer:
             more = self._json("config.json").get("eos_token_id")
         found: list[Any] = [own, *(more if isinstance(more, list) else [more])]
         stops = [stop for stop in found if stop is not None]
-        if not stops or any(not isinstance(s, int) or s >= self.vocab_size for s in stops):
+        if not stops or any(s not in range(self.vocab_size) for s in stops):
             raise UserError(
                 f"{self._folder}: the eos_token of tokenizer_config.json, or the eos_token_id of "
                 "generation_config.json or config.json, is missing or not in tokenizer.json: "

@@ -211,6 +211,8 @@ def test_a_column_can_be_a_variable_of_the_chat_template(chat):
             assert own.columns == {"tools": tools}
     for none in (None, [], ""):
         assert one({"prompt": "1+1=", "tools": none}, chat).text == "1+1="
+    silent = one({"prompt": user, "enable_thinking": False}, chat)
+    assert silent.token_ids == chat.encode(chat.render(user, enable_thinking=False)) != want
 
 
 def test_variables_of_the_chat_template_are_passed_on(tmp_path):
