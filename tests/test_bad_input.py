@@ -131,6 +131,17 @@ MODELS = {
         set_fields(rope_parameters=..., rope_scaling={"type": "linear"}),
         r"config\.json does not describe a model \(KeyError: 'factor'\): use",
     ),
+    **{
+        f"a text as {name}": (
+            set_fields(**{"rope_scaling": None, "rope_parameters": {"rope_theta": 1e4}, **fields}),
+            r"config\.json does not describe a model \(.*\): use",
+        )
+        for name, fields in {
+            "theta": {"rope_parameters": {"rope_theta": "a"}},
+            "eps": {"rms_norm_eps": "1e-6"},
+            "factor": {"rope_parameters": {"rope_type": "linear", "factor": "a"}},
+        }.items()
+    },
     "layers of another kind": (
         set_fields(layer_types=["full_attention", "sliding_attention"]),
         "layer_types 'sliding_attention' is not supported; it must be \"full_attention\"",

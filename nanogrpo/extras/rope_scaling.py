@@ -83,7 +83,7 @@ def read(kind: str, rope: dict, raw: dict, where: str) -> Scaling:
     # As in transformers, the field in `raw` comes first, then that in `rope`, then the context.
     trained = raw.get(TRAINED) or rope.get(TRAINED) or raw.get("max_position_embeddings")
     given = {**rope, TRAINED: trained}
-    return Scaling(kind, **{name: given[name] for name in NUMBERS[kind]})
+    return Scaling(kind, **{name: float(given[name]) for name in NUMBERS[kind]})
 
 
 SCALINGS |= dict.fromkeys(NUMBERS, read)

@@ -78,7 +78,7 @@ class Attention(nn.Module):
         # Only Qwen3 normalizes each head's query and key before the rotation.
         self.q_norm = RMSNorm(E, cfg.rms_norm_eps) if cfg.qk_norm else None
         self.k_norm = RMSNorm(E, cfg.rms_norm_eps) if cfg.qk_norm else None
-        self.eps = cfg.rms_norm_eps
+        self.eps = cfg.rms_norm_eps + 0.0  # fails here if it is a text
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return queries [T, H·E], keys and values [T, K·E]."""

@@ -97,8 +97,8 @@ class ModelConfig:
         size = 128 if kind == "qwen3" else raw["hidden_size"] // heads
         names = ModelConfig.__annotations__  # of the fields
         given = {name: raw[name] for name in names if raw.get(name) is not None}
-        found = {"head_dim": size, "num_key_value_heads": heads, **given, "rope_theta": theta}
-        return cls(**{**found, "rope_scaling": scaling or None})
+        found = {"head_dim": size, "num_key_value_heads": heads, **given}
+        return cls(**{**found, "rope_theta": float(theta), "rope_scaling": scaling or None})
 
     def to_dict(self) -> dict:
         """Return the dict of a config.json that transformers (4 and 5) can read."""
