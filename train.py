@@ -85,7 +85,7 @@ def train(run: Run) -> None:
                         # See `policy_terms` in kernels/reference/policy.py.
                         # `objective` returns a function of the hidden states and the output matrix.
                         # This function computes the loss and its gradient.
-                        # The model calls the function instead of returning logits.
+                        # The model calls this function instead of returning logits.
                         #
                         # By default, beta is 0, and the weight is the same for all tokens:
                         # 1 / (completion tokens of the optimizer step over all ranks).

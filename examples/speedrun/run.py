@@ -3,13 +3,14 @@
     python -m examples.speedrun.run examples/speedrun/records/start.json --seeds 0 1 2
 
 In: a JSON file with "idea" and "options", which override base.json. Two more keys are optional:
-"environment" (variables of the run) and "float32_matmul_precision" (that of torch). Out: the same
-file with commit, date, machine, and an entry in "runs" for each seed. Its "curve" has a row
-[step, seconds, processor seconds, accuracy] for each evaluation. Read next: verify.py (the rules).
+"environment" (variables of the run) and "float32_matmul_precision" (torch's setting of this name).
+Out: the same file with commit, date, machine, and an entry in "runs" for each seed. The "curve" of
+an entry has a row [step, seconds, processor seconds, accuracy] for each evaluation. Read next:
+verify.py (the rules).
 
-The clock runs during the steps. It stands still during the evaluations, which are always computed
-in float32, and while the model is loaded and saved. Processor seconds are the user and system time
-of the process, summed over its threads.
+The clock runs during the steps. The clock stands still during the evaluations, which are always
+computed in float32, and while the model is loaded and saved. Processor seconds are the user and
+system time of the process, summed over its threads.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from nanogrpo.errors import UserError, read_json
 
 RECORDS = Path(__file__).with_name("records")
 PROBLEMS, BEFORE, TARGET, LEVEL = 120, 0.192, 0.55, 0.05
-# The options that make the task. All others may change.
+# The options that make the task. All other options may change.
 FIXED = """
     model data eval_data prompt_column answer_column system_prompt enable_thinking tools rollout
     chat_template_kwargs max_prompt_length long_prompts environment_factory reward_funcs

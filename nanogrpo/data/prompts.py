@@ -6,11 +6,12 @@ receives the other columns).
 
 A record has one of these forms:
 
-    {"prompt": "3+4=", ...}                                      a text, tokenized as it is
-    {"prompt": [{"role": "user", "content": "3+4="}], ...}       messages, for the chat template
-    {"question": "What is 3+4?", "answer": "It is 7.\\n#### 7"}   GSM8K: a user message and the
-                                                                 column `solution`
-    {"problem": "What is 3+4?", "solution": "It is \\boxed{7}."}  MATH: a user message
+* {"prompt": "3+4=", ...} has a text, which is tokenized as it is.
+* {"prompt": [{"role": "user", "content": "3+4="}], ...} has messages for the chat template.
+* {"question": "What is 3+4?", "answer": "It is 7.\\n#### 7"} is a record of GSM8K. The question
+  becomes a user message, and the answer becomes the column `solution`.
+* {"problem": "What is 3+4?", "solution": "It is \\boxed{7}."} is a record of MATH. The problem
+  becomes a user message.
 
 `from_record` describes the options that change how a record is read.
 """

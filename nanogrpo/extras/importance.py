@@ -59,7 +59,7 @@ class Importance(Feature):
 def measured(weight: Tensor, world: World) -> dict[str, float]:
     """Return the metrics of all ranks' importance weights. weight: [M], this rank's weights.
 
-    * importance_sampling_ratio/min, mean and max: as in TRL.
+    * importance_sampling_ratio/min, mean and max: the range and the mean of the weights, as in TRL.
     * masked: the fraction of tokens with weight 0.
     * ess: the effective sample size as a fraction of the tokens, (Σw)² / (M · Σw²). This size is 1
       if all weights are equal.
