@@ -27,12 +27,12 @@ def read(source: Source, split: str = "train", features: Sequence[Feature] = ())
     rows = first(feature.rows(source, split) for feature in features)
     if rows is None and split == "held out":
         return []
-    if rows is None and isinstance(source, str):
-        with reading(source, "write it again"):
+    with reading(name(source), "write it again, or give a list of records"):
+        if rows is None and isinstance(source, str):
             found = list(_json_lines(Path(source)))
-    else:
-        rows = source if rows is None else rows
-        found = [(f"{name(source)}, row {i}", record) for i, record in enumerate(rows, start=1)]
+        else:
+            rows = source if rows is None else rows
+            found = [(f"{name(source)}, row {i}", record) for i, record in enumerate(rows, start=1)]
     if not found and split != "held out":
         raise UserError(f"{name(source)} holds no prompts: put at least one record in it.")
     return found

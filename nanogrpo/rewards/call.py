@@ -97,8 +97,8 @@ def call(function: Callable, arguments: dict, shared: dict) -> tuple[list, list,
             )
         metrics.append((name, float(value)))
 
-    own = pickle.loads(pickle.dumps(arguments))  # faster than deepcopy
     try:
+        own = pickle.loads(pickle.dumps(arguments))  # faster than deepcopy
         with users_code():
             result = function(**own, **shared, log_extra=log_extra, log_metric=log_metric)
         if inspect.isawaitable(result):

@@ -240,6 +240,7 @@ def test_records_are_accepted_in_place_of_a_name(plain):
     assert [p.id for p in load([rows, saved], plain)] == list(range(8))
     for source, message in [
         ([], "data holds no prompts"),
+        (Path("x"), "data cannot be read .TypeError: 'PosixPath' object is not iterable.: write"),
         ([{"prompt": "a"}, {"prompt": 3}], r"^data, row 2: `prompt` must be"),
         (["arithmetic"], "data, row 1: a record must be an object"),
         (datasets.DatasetDict(a=saved), "data has no split 'train', only 'a'"),

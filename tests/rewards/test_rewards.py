@@ -166,6 +166,8 @@ def test_a_function_needs_keyword_arguments_and_columns_must_not_take_their_name
     def no_kwargs(completions):
         return [0.0] * len(completions)
 
+    with pytest.raises(UserError, match=r"Judge raised .*Can't pickle .*; fix the function"):
+        score(make_samples(column=lambda: 0), [Judge()])  # each function gets a copy of the columns
     with pytest.raises(
         UserError, match=r"no_kwargs raised TypeError: .*unexpected keyword argument 'prompts'"
     ) as caught:
