@@ -150,7 +150,7 @@ EXPERIMENTS = {
             "group's mean / group's mean": "--advantage-estimator maxrl",
         },
         "If centered rewards are divided by the standard deviation of the batch instead of the"
-        " group's, runs end 6.5 points higher (3.4 standard errors). But this difference may be"
+        " group's, runs end 6.5 points higher (3.4 standard errors). But the 6.5 points may be"
         " chance: the difference in training accuracy and the differences from the rows without a"
         " division are within the noise. All other differences from the first row are within the"
         " noise. `rloo` subtracts the mean of the other seven completions. The advantages of"

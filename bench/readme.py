@@ -31,8 +31,9 @@ measured" if there is no record of a measurement.
 `python -m bench.compare OTHER_CHECKOUT` compares the speed of two checkouts of nanogrpo.
 [docs/benchmarks.md](../docs/benchmarks.md) shows how to add a row in three minutes.
 
-This table summarizes the page for two CPU cores in float32. The side TRL is TRL's `GRPOTrainer`,
-which pads sequences. Both sides have the same model, prompts, rewards and settings.
+The following table summarizes the page for two CPU cores in float32. The side TRL is TRL's
+`GRPOTrainer`, which pads sequences. In each row, nanogrpo and TRL have the same model, prompts,
+rewards and settings.
 """
 
 
