@@ -19,6 +19,7 @@ def tables() -> str:
         ("Another option instead", "here", trl_names.INSTEAD),
         ("Accepted and ignored", "because", trl_names.IGNORED),
         ("Not supported", "because", trl_names.UNSUPPORTED),
+        ("Names in other libraries", "here", trl_names.SYNONYMS),
     ):
         out += f"## {title}\n\n| TRL | {head} |\n| --- | --- |\n"
         for names, text in table.items():

@@ -126,7 +126,6 @@ def parse(
     kind: type[C],
     program: argparse.ArgumentParser,
     *,
-    names: Iterable[str] = (),
     profiles: Mapping[str, Options] = PROFILES,
     read: Callable[[Path], Options] = read_json,
     translate: Callable[[Options], Options] = lambda given: given,
@@ -135,15 +134,14 @@ def parse(
 
     Raises UserError for unknown options and for values of the wrong type. The options `--help` and
     `--print-config` end the program. `program` is a parser made by `parser`. For an unknown option,
-    the message suggests a similar option, which may also be one of `names`. `profiles` maps names
-    to presets. `read` returns the options in a file. `translate` replaces options that `kind` does
-    not have.
+    the message suggests a similar option. `profiles` maps names to presets. `read` returns the
+    options in a file. `translate` replaces options that `kind` does not have.
     """
     known, unknown = program.parse_known_args(argv)
     given = vars(known)
     if unknown:
-        options = [*program._option_string_actions, *(f"--{dashed(name)}" for name in names)]
-        raise UserError(_unknown(unknown[0].split("=")[0], options))
+        options = program._option_string_actions
+        raise UserError(unknown_option(unknown[0].split("=")[0], options))
     profile, file = given.pop("profile", None), given.pop("config", None)
     print_config = given.pop("print_config", False)
     if profile not in (None, *profiles):
@@ -152,15 +150,12 @@ def parse(
         from_file = {} if file is None else read(Path(file))
     except UserError as e:
         raise UserError(f"--config {e}") from e
-    chosen = _over(profiles.get(profile, {}), translate(_over(from_file, given)))
-    try:
-        known_names = [field.name for field in fields(kind)]
-        for name in chosen.keys() - known_names:
-            raise UserError(_unknown(name, known_names))
-        # in a file, null stands for the default
-        cfg = kind(**{name: value for name, value in chosen.items() if value is not None})
-    except UserError as e:
-        raise UserError(f"--config {file}: {e}" if file else str(e)) from None
+    chosen = over(profiles.get(profile, {}), translate(over(from_file, given)))
+    known_names = [field.name for field in fields(kind)]
+    for name in chosen.keys() - known_names:
+        raise UserError(unknown_option(name, known_names))
+    # in a file, null stands for the default
+    cfg = kind(**{name: value for name, value in chosen.items() if value is not None})
     if print_config:
         cfg.validate()
         print(json.dumps(asdict(cfg), indent=2))
@@ -168,7 +163,7 @@ def parse(
     return cfg
 
 
-def _over(lower: Options, upper: Options) -> Options:
+def over(lower: Options, upper: Options) -> Options:
     """Merge two layers of options. An option in `upper` overrides the same option in `lower`.
 
     If `upper` sets the epochs or the steps, both are dropped from `lower`, because both options set
@@ -179,7 +174,7 @@ def _over(lower: Options, upper: Options) -> Options:
     return {name: value for name, value in lower.items() if name not in dropped} | upper
 
 
-def _unknown(name: str, known: Iterable[str]) -> str:
+def unknown_option(name: str, known: Iterable[str]) -> str:
     """Return the message for an unknown option, which suggests the most similar known option."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     advice = f"use {near[0]}, or see --help" if near else "see --help for the options"

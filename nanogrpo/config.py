@@ -85,7 +85,6 @@ class Config:
     eval_data: tuple[str, ...] = free_option(
         (),
         "held-out prompts for evaluation; empty: use the test split of the training data, if any",
-        needs="eval_steps",
     )
     prompt_column: str = option(
         "", "column with the prompt; empty: the first of prompt, question and problem"
@@ -250,13 +249,11 @@ class Config:
         1,
         "completions per held-out prompt, for mean@k and pass@k",
         "> 0",
-        needs="eval_steps",
     )
     eval_temperature: float = free_option(
         0.0,
         "sampling temperature in an evaluation; 0: always the most likely token (greedy)",
         ">= 0",
-        needs="eval_steps",
     )
     eval_samples: int = free_option(256, "evaluate the first N held-out prompts; 0: all", ">= 0")
     save_steps: int = free_option(
@@ -376,12 +373,12 @@ class Config:
             )
 
     def validate(self) -> None:
-        """Raise a UserError for the first invalid value."""
+        """Raise a UserError for all invalid values."""
         own = [vars(k)["problems"] for k in type(self).__mro__[::-1] if "problems" in vars(k)]
         # `values` runs first, so the other checks can rely on each value's range
-        for check in (values, *own, ignored):
-            for problem in check(self):
-                raise UserError(problem)
+        for checks in ((values,), (*own, ignored)):
+            if problems := [problem for check in checks for problem in check(self)]:
+                raise UserError(*problems)
 
 
 def dashed(name: str) -> str:
@@ -399,6 +396,7 @@ def values(c: Config) -> Iterator[str]:
         for item in items:
             if isinstance(item, float) and not abs(item) < 1e38:  # the largest float32 is 3e38
                 yield f"{name} is {item}: give a number below 1e38."
+                continue
             if item not in rules.get("choices", (item,)):
                 yield f"{name} is {item!r}: choose one of {', '.join(rules['choices'])}."
             for limit in rules["limits"]:

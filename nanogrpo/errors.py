@@ -15,14 +15,19 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2
 
 
 class UserError(Exception):
-    """An error whose message is one sentence: what is wrong, where, and what to do about it.
+    """An error whose message is one sentence: what is wrong, where, and what to do about it. For
+    several mistakes in the options, it has several arguments, and one line for each.
 
     The message may quote a user's exception, which may quote what a model wrote. Control characters
     in the message are replaced, because a terminal would interpret them.
     """
 
     def __str__(self) -> str:
-        return CONTROL.sub("\ufffd", super().__str__())
+        return CONTROL.sub("\ufffd", "\n       ".join(map(str, self.args)))
+
+    def _render_traceback_(self) -> list[str]:
+        """Show a notebook only the message, without the traceback."""
+        return [f"error: {self}"]
 
 
 @contextlib.contextmanager
@@ -74,7 +79,7 @@ def unwritten(path: Path, error: BaseException) -> UserError:
     reason = first_sentence(error)
     # "enforce fail": torch wrote fewer bytes than it should
     full = re.search("No space|quota exceeded|too large|enforce fail", reason)
-    room = "make room or " * bool(full)
+    room = "make room or " if full else ""
     return UserError(
         f"{path} could not be written ({reason}): {room}choose another folder; earlier files are "
         "intact."

@@ -104,7 +104,8 @@ ALONE = {
 ONLY_IN = {
     "torch.distributed": "nanogrpo/distributed/ nanogrpo/vllm/ nanogrpo/run/state.py"
     " nanogrpo/extras/lora/nf4.py nanogrpo/extras/optim.py"
-    " nanogrpo/extras/memory.py nanogrpo/model/checkpoint.py bench/ tests/",
+    " nanogrpo/extras/memory.py nanogrpo/extras/trl_objects.py nanogrpo/model/checkpoint.py bench/"
+    " tests/",
     "vllm": "serve.py nanogrpo/vllm/worker.py tests/",
     "uvicorn": "tests/",
     "transformers": "nanogrpo/extras/tools/calls.py bench/ tests/ examples/",

@@ -170,7 +170,11 @@ MISTAKES = [
         "--engine vllm --server http://127.0.0.1:1 --vllm-gpus 1",
         "--vllm-gpus is for a server that the trainer starts, but",
     ),
-    ("--engine vllm --vllm-importance-sampling-clip-min 2", "do not enclose 1"),
+    (
+        "--engine vllm --vllm-importance-sampling-mode token_mask"
+        " --vllm-importance-sampling-clip-min 2",
+        "do not enclose 1",
+    ),
     ("--old-logp-from engine", "--old-logp-from was removed: use --vllm-importance-sampling-mode"),
     ("--dppo-penalty 1", "--dppo-penalty was removed: give it in --loss-kwargs"),
     ("--server http://127.0.0.1:1", "which has no effect with --engine local: choose vllm"),

@@ -10,7 +10,9 @@ import re
 import runpy
 from pathlib import Path
 
+import peft
 import pytest
+import torch
 import transformers
 import trl
 from trl.scripts.grpo import GRPOScriptArguments
@@ -21,11 +23,11 @@ from nanogrpo.config import dashed
 from nanogrpo.errors import UserError
 from nanogrpo.extras import trl_names
 from nanogrpo.extras.commandline import parse
-from nanogrpo.extras.options import REMOVED
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs/trl.md").read_text()
 OURS = {f.name: f.default for f in dataclasses.fields(Config)}
+REMOVED = trl_names.REMOVED
 NAMES = [name for table in trl_names.TABLES for name in trl_names.rows(table)]
 
 
@@ -175,17 +177,18 @@ def test_the_steps_of_a_profile_are_enough_for_an_eval_strategy():
     assert parse(["--profile", "debug", "--eval_strategy", "steps"]).eval_steps == 2
 
 
-def test_each_translation_is_logged_once(capsys, caplog):
-    argv = "--use_vllm --model_name_or_path m --scale_rewards False --logging_steps 1 --bf16"
-    _, lines = run(capsys, caplog, *argv.split())
-    assert sorted(line for line in lines if "because" not in line and "bf16" not in line) == [
-        "--model-name-or-path: taken as --model",
-        "--scale-rewards False: taken as none",
-        "--use-vllm: taken as --engine vllm",
+def test_one_table_says_what_became_of_trls_options(capsys, caplog):
+    argv = "--use_vllm --model_name_or_path m --scale_rewards False --logging_steps 1 --beta 1"
+    _, (table,) = run(capsys, caplog, *argv.split())
+    title, *rows = table.splitlines()
+    assert title == "TRL's options became:"
+    assert sorted(tuple(re.split("  +", row.strip())) for row in rows) == [
+        ("--logging-steps", "ignored, because every step is logged, by the first process"),
+        ("--model-name-or-path m", "--model m"),
+        ("--scale-rewards False", "--scale-rewards none"),
+        ("--use-vllm", "--engine vllm"),
     ]
-    assert "--logging-steps: ignored, because every step is logged, by the first process" in lines
-    assert any(line.startswith("--bf16: ignored, because a GPU") for line in lines)
-    assert len(lines) == 5
+    assert run(capsys, caplog, "--beta", "1")[1] == []
 
 
 @pytest.mark.parametrize("processes", [1, 4])
@@ -217,10 +220,12 @@ def test_the_batch_is_that_of_trl(capsys, caplog, monkeypatch, theirs, processes
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     argv = [word for name, value in theirs.items() for word in (f"--{name}", str(value))]
     cfg, _ = run(capsys, caplog, *argv)
-    assert (cfg.generation_batch_size, cfg.steps_per_generation) == (
-        args.generation_batch_size,
-        updates,
-    )
+    expected = args.generation_batch_size, updates
+    assert (cfg.generation_batch_size, cfg.steps_per_generation) == expected
+    # the default of TRL cannot be told from no value
+    if processes == 1 and theirs != {"per_device_train_batch_size": 8}:
+        cfg = Config.from_trl(args)
+        assert (cfg.generation_batch_size, cfg.steps_per_generation) == expected
 
 
 @pytest.mark.parametrize(
@@ -293,8 +298,7 @@ def test_the_batch_is_that_of_trl(capsys, caplog, monkeypatch, theirs, processes
         ("--num-train-epoch 2", "--num-train-epoch is not an option: use --num-train-epochs, or"),
         ("--use-vlm", "--use-vlm is not an option: use --use-vllm, or see --help"),
         ("--quantization_config x", "--quantization_config is not an option"),
-        ("--kl-coef 0.1", "--kl-coef is not an option: see --help for the options."),
-        ("--data a --dataset_name b", "--data and --dataset-name are the same: remove one."),
+        ("--data a --dataset_name b", "--dataset-name and --data are the same: remove one."),
     ],
 )
 def test_a_word_without_a_meaning_here_gets_one_sentence(argv, message):
@@ -317,6 +321,159 @@ def test_a_default_of_trl_asks_for_nothing():
         known = {getattr(theirs, name, None), getattr(trl.ModelConfig, name, None)}
         assert value in known, name
         assert parse([f"--{name}", str(value)]) == Config()
+
+
+# --- objects --------------------------------------------------------------------------------------
+
+
+def grpo_config(**options) -> trl.GRPOConfig:
+    return trl.GRPOConfig(use_cpu=True, bf16=False, **options)
+
+
+def test_a_grpo_config_means_what_its_options_mean_on_the_command_line(capsys, caplog):
+    """Its defaults are left out."""
+    given = {
+        "output_dir": "a",
+        "lr_scheduler_type": "cosine",
+        "optim": "adamw_torch",
+        "num_train_epochs": 2,
+        "beta": 0.1,
+        "scale_rewards": False,
+        "eval_strategy": "steps",
+        "eval_steps": 5,
+        "report_to": "tensorboard",
+        "gradient_checkpointing": False,
+        "reward_weights": [1.0, 2.0],
+        "logging_steps": 1,
+        "generation_batch_size": 32,
+    }
+    words = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
+    argv = [
+        "--use_cpu",
+        *(str(w) for name, values in words.items() for w in (f"--{name}", *values)),
+    ]
+    assert (
+        Config.from_trl(grpo_config(**given), beta=0.2)
+        == run(capsys, caplog, *argv, "--steps_per_generation", "4", "--beta", "0.2")[0]
+    )
+    assert Config.from_trl(grpo_config(), model="m") == Config(model="m", device="cpu")
+    assert Config.from_trl({"dataset_name": "d", "use_peft": True}, max_steps=3) == Config(
+        data=("d",), lora_r=16, max_steps=3
+    )
+    inner = {"dtype": "bfloat16", "attn_implementation": "sdpa"}
+    assert Config.from_trl(grpo_config(model_init_kwargs=inner)) == Config(device="cpu")
+
+
+def test_a_lora_config_becomes_options():
+    found = Config.from_trl(
+        peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    )
+    assert found == Config(lora_r=4, lora_alpha=8, lora_target_modules=("q_proj", "v_proj"))
+    found = Config.from_trl(peft_config=peft.LoraConfig(lora_alpha=16, target_modules="all-linear"))
+    assert found == Config(lora_r=8, lora_alpha=16)
+
+
+def test_a_model_object_stands_for_the_folder_it_was_loaded_from(tiny_base):
+    base = str(tiny_base)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    assert Config.from_trl(model=model, processing_class=tokenizer) == Config(model=base)
+    adapted = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(base),
+        peft.LoraConfig(target_modules=["q_proj"]),
+    )
+    assert re.match(
+        "model is a .* whose .* is not that of", message(Config.from_trl, model=adapted)
+    )
+    tokenizer.chat_template += "!"
+    other = message(Config.from_trl, model=base, processing_class=tokenizer)
+    assert other.startswith(f"processing_class has another chat template than {base}")
+    with torch.no_grad():
+        model.model.norm.weight[0] += 1
+    changed = message(Config.from_trl, model=model)
+    assert f"whose model.norm.weight is not that of {base}: save it and the tokenizer" in changed
+    model.config._name_or_path = ""
+    new = message(Config.from_trl, model=model)
+    assert "that was not loaded from a folder or the hub" in new
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"args": grpo_config}, "args is a function: give a GRPOConfig of TRL, or a dict"),
+        ({"model": 3}, "model is a int that was not loaded"),
+        ({"peft_config": object()}, "peft_config is a object: give a LoraConfig of PEFT"),
+        ({"peft_config": {"lora_dropout": 0.1}}, "--lora-dropout is an option of TRL: it is not"),
+        ({"peft_config": {"bias": "all"}}, "lora_bias is not an option: "),
+        ({"callbacks": [print]}, "callbacks is not an option: pass a function as on_step"),
+        ({"rollout_func": print}, "rollout_func is not an option: use rollout and a function (sam"),
+        (
+            {"model_init_kwargs": {"device_map": "auto"}},
+            "device_map is not an option: leave it out",
+        ),
+    ],
+)
+def test_an_object_without_a_meaning_here_gets_one_sentence(given, sentence):
+    if isinstance(given.get("peft_config"), dict):
+        given = {"peft_config": peft.LoraConfig(**given["peft_config"])}
+    assert sentence in message(Config.from_trl, **given)
+
+
+# --- names in other libraries, and several mistakes -----------------------------------------------
+
+
+def message(call, *args, **kwargs) -> str:
+    with pytest.raises(UserError) as error:
+        call(*args, **kwargs)
+    return str(error.value)
+
+
+def test_a_name_of_another_library_names_the_option_in_every_spelling(tmp_path):
+    words = trl_names.rows(trl_names.SYNONYMS)
+    assert not words.keys() & (OURS.keys() | ALL | set(NAMES) | REMOVED.keys())
+    named = {n for text in words.values() for n in re.findall(r"--([a-z][a-z0-9-]*)", text)}
+    assert named <= {dashed(name) for name in OURS}
+    for name, advice in words.items():
+        in_python = f"{name} is not an option: {trl_names.in_python(advice)}."
+        assert message(Config, **{name: 1}) == in_python
+        (tmp_path / "c.yaml").write_text(f"{name}: 1")
+        assert message(parse, ["--config", f"{tmp_path}/c.yaml"]).endswith(in_python)
+        for option in (f"--{name}", f"--{dashed(name)}", f"--{name}=1"):
+            plain = option.removesuffix("=1")
+            assert message(parse, [option, "1"]) == f"{plain} is not an option: {advice}."
+    assert message(parse, ["actor_rollout_ref.rollout.n=8"]).endswith("use --num-generations.")
+
+
+def test_all_mistakes_are_reported_together(tmp_path):
+    argv = "--kl_coef 1 --modle m --num-generations four --fp16 --top-p 2 --seed 1 x"
+    assert [line.split()[0] for line in message(parse, argv.split()).splitlines()] == [
+        "--kl_coef",
+        "--modle",
+        "Argument",
+        "x",
+        "--fp16",
+    ]
+    (tmp_path / "c.yaml").write_text("lr: 1\nseed: many\nresume_from: x\nfp16: true\nbeta: 1")
+    lines = message(parse, ["--config", f"{tmp_path}/c.yaml"]).splitlines()
+    assert lines[0].startswith(f"--config {tmp_path}/c.yaml: lr is not an option")
+    assert [line.split()[0] for line in lines[1:]] == ["--seed", "resume_from", "--fp16"]
+    lines = message(Config(model="m", top_p=2.0, beta=-1.0).validate).splitlines()
+    assert [line.split()[0] for line in lines] == ["--data", "--top-p", "--beta"]
+    lines = message(
+        Config(model="m", data=("d",), use_rslora=True, delta=2.0, loss_type="sapo").validate
+    )
+    assert [line.split()[0] for line in lines.splitlines()] == ["--delta", "--use-rslora"]
+
+
+def test_names_that_are_not_options_of_config_get_the_same_hints():
+    assert message(Config, learning_rat=1, mdl="m") == (
+        "learning_rat is not an option: use learning_rate, or see --help.\n       "
+        "mdl is not an option: use model, or see --help."
+    )
+    assert message(Config, per_device_train_batch_size=8).startswith(
+        "per_device_train_batch_size is an option of TRL, which Config.from_trl translates:"
+        " generation_batch_size and steps_per_generation;"
+    )
 
 
 # --- files ----------------------------------------------------------------------------------------

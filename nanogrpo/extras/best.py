@@ -35,7 +35,6 @@ class BestOptions(Config):
     metric_for_best_model: str = free_option(
         "reward",
         "name of the evaluation metric that should be highest, such as accuracy_reward",
-        needs="load_best_model_at_end",
     )
 
     def problems(self) -> Iterator[str]:

@@ -41,7 +41,6 @@ class DashboardOptions(Config):
     run_name: str = free_option(
         "",
         "name of the run in trackio and wandb; empty: that of output_dir",
-        needs="report_to",
     )
 
     def problems(self) -> Iterator[str]:

@@ -67,15 +67,15 @@ class OptimOptions(Config):
                 )
             elif type(value) not in (int, float) or not 0 <= value < math.inf:
                 yield f"--lr-scheduler-kwargs: {name} is {value!r}: give a number, 0 or more."
+            elif name == "min_lr" and value >= self.learning_rate:
+                yield (
+                    f"--lr-scheduler-kwargs: min_lr {value} is not below --learning-rate"
+                    f" {self.learning_rate}: lower it."
+                )
         if known and len(given) != 1:
             yield (
                 f"--lr-scheduler-type {kind} needs {' or '.join(known)}: give exactly one in"
                 " --lr-scheduler-kwargs."
-            )
-        if "min_lr" in known and given.get("min_lr", 0) >= self.learning_rate:
-            yield (
-                f"--lr-scheduler-kwargs: min_lr {given['min_lr']} is not below --learning-rate"
-                f" {self.learning_rate}: lower it."
             )
 
     @property

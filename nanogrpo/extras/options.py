@@ -10,12 +10,14 @@ Each class below has the options of one extra or two, and the rules for them. Re
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from nanogrpo.config import Config as Core
 from nanogrpo.config import dashed, free_option, option
+from nanogrpo.errors import UserError
+from nanogrpo.extras import trl_names, trl_objects
 from nanogrpo.extras.best import BestOptions
 from nanogrpo.extras.dashboards import DashboardOptions
 from nanogrpo.extras.ema import EMAOptions
@@ -351,23 +353,66 @@ class Config(  # the last base class comes first in `--help-all`
     loss_type: str = LOSS_TYPE
     lr_scheduler_type: str = LR_SCHEDULER_TYPE
 
+    def __new__(cls, *_: Any, **given: Any) -> Config:
+        """Raise a UserError for a name that is not an option, where Python raises a TypeError."""
+        known = cls.__dataclass_fields__
+        if mistakes := [trl_names.unknown(name, known) for name in given if name not in known]:
+            raise UserError(*mistakes)
+        return super().__new__(cls)
+
+    @classmethod
+    def from_trl(cls, args: Any = None, **given: Any) -> Config:
+        """Return the options that TRL's options mean, and log what became of each one.
+
+        args: a GRPOConfig, of which only the values that differ from its defaults are used, or a
+        dict. given: options under TRL's names or ours, and the arguments model, processing_class
+        and peft_config of TRL's GRPOTrainer (trl_objects.py). Raises UserError for all mistakes at
+        once.
+
+        >>> Config.from_trl(GRPOConfig(output_dir="a", beta=0.1), model="Qwen/Qwen3-0.6B", lora_r=8)
+        """
+        notes = trl_names.Notes()
+        options = layer(trl_objects.options_of(args, **given), notes)
+        options = trl_names.translate(options, notes)
+        notes.finish(trl_names.in_python)
+        return cls(**{name: value for name, value in options.items() if value is not None})
+
 
 FIELDS = {f.name: f for f in fields(Config)}
 CHOICES = {n: f.metadata["choices"] for n, f in FIELDS.items() if "choices" in f.metadata}
 
-# Options that were removed, and what to use instead. Removed options of TRL are in trl_names.py.
-REMOVED = {
-    "data_weights": "every prompt is drawn equally often, so repeat a file to draw it more often",
-    "reward_env": "reward functions see the whole environment of the trainer",
-    "dppo_penalty": "give it in --loss-kwargs",
-    "old_logp_from": "use --vllm-importance-sampling-mode ratio for the log-probs of the engine",
-    "eval_top_p": "an evaluation samples from all tokens, at --eval-temperature",
-    "measure_zero_advantages": "--beta or --entropy-coef, however small, trains on all tokens",
-    "resume_from": "remove the checkpoints after that one, then --resume",
-    "heartbeat_timeout": "a rank that hangs is lost after --ddp-timeout",
-    "server_window": "a server that we start is restarted once for each loss",
-    "server_patience": "a run waits ten minutes for a lost server",
-    "trace_step": "use torch.profiler (docs/running.md)",
-    "save_merged": "a checkpoint always has the merged weights, next to its folder adapter",
-    "log_tokens_mib": "the limit is 256 MiB for a run",
-}
+
+def layer(given: Mapping[str, Any], notes: trl_names.Notes) -> dict[str, Any]:
+    """Return the options of a command line, a file or Python under our names. Other options of TRL
+    remain, for `trl_names.translate`. Note mistakes in the names and in the types of values.
+    """
+    out: dict[str, Any] = {}
+    if isinstance(inner := given.get("model_init_kwargs"), Mapping):
+        given = {**given, **inner, "model_init_kwargs": None}
+    for theirs, value in given.items():
+        if value is None and theirs in trl_names.NAMES | trl_names.REMOVED.keys():
+            continue  # files for TRL may list every option
+        with notes:
+            name = trl_names.RENAMED.get(theirs, theirs)
+            kind, rules = rules_of(name)
+            ours: Any = rules.get("words", {}).get(str(value).lower(), value)
+            # where TRL's option takes one string, ours may take several
+            several = kind.startswith("tuple") and (name != theirs or "choices" in rules)
+            ours = [ours] if several and isinstance(ours, str) else ours
+            row = trl_names.spelled({theirs: value}), trl_names.spelled({name: ours})
+            notes.rows += [row] * (row[0] != row[1])
+            if name in out and out[name] != ours:
+                raise UserError(
+                    f"--{dashed(theirs)} and --{dashed(name)} are the same: remove one."
+                )
+            if name in trl_names.NAMES:
+                trl_names.refuse(name, ours)
+            elif ours is not None:  # None stands for the default
+                Config(**{name: ours})
+            out[name] = ours
+    return out
+
+
+def rules_of(name: str) -> tuple[str, Mapping[str, Any]]:
+    """Return the type of an option and its rules. They are empty if there is no such option."""
+    return (str(FIELDS[name].type), FIELDS[name].metadata) if name in FIELDS else ("", {})

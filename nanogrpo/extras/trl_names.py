@@ -1,32 +1,42 @@
-"""TRL's options that have other names here or do not exist: what to use instead, or why not.
+"""Names of options elsewhere: what TRL's options become here, and what to use instead of others.
 
-    translate({"use_peft": True, "per_device_train_batch_size": 8})
+    notes = Notes()
+    translate({"use_peft": True, "per_device_train_batch_size": 8}, notes)
         → {"lora_r": 16, "generation_batch_size": 8, "steps_per_generation": 1}
+    notes.finish()                # logs what became of TRL's options, or raises all mistakes
+    unknown("--kl_coef", FIELDS)  # → "--kl_coef is not an option: use --beta."
 
-In: options by name, from the command line or a file. Out: options of `Config`. An option is
+In: options by name, from the command line, a file or Python. Out: options of `Config`. An option is
 translated only if its meaning is clear. For others, a UserError says what to use instead, or why
 there is no such option. The tables cover every field of TRL 1.16.0's GRPOConfig, ModelConfig and
 script arguments and of transformers' TrainingArguments. `python docs/trl_tables.py` prints
-the tables for docs/trl.md. Read before: cli.py.
+the tables for docs/trl.md. Read next: commandline.py and trl_objects.py, which use it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import fields
+import re
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from nanogrpo import cli
 from nanogrpo.config import dashed
 from nanogrpo.errors import UserError
-from nanogrpo.extras.options import LOSS_CONSTANTS, Config
 
 logger = logging.getLogger("nanogrpo")
 
-OF_LOSSES = LOSS_CONSTANTS["sapo"] | LOSS_CONSTANTS["vespo"]
+# --- the tables -----------------------------------------------------------------------------------
 
-# --- the tables: a key is one or more names, and its value is Markdown --------------------------
+
+def table(text: str) -> dict[str, str]:
+    """Return the entries of a table: lines with one or more names, and below them, indented, what
+    is said about these names, in Markdown.
+    """
+    entries = re.findall(r"((?:^ {4}\S.*\n)+)((?:^ {8}.*\n)+)", text, re.MULTILINE)
+    return {" ".join(names.split()): " ".join(words.split()) for names, words in entries}
+
 
 # The same option under another name.
 RENAMED = {
@@ -39,133 +49,193 @@ RENAMED = {
 }
 
 # Options that `translate` understands, with what they become.
-TRANSLATED = {
-    "per_device_train_batch_size gradient_accumulation_steps": "`--generation-batch-size` and"
-    " `--steps-per-generation`; micro-batches follow from `--token-budget`",
-    "use_vllm": "`true` is `--engine vllm`, with TRL's default `vllm_mode`; `false` is"
-    " `--engine local`",
-    "vllm_mode": "`colocate`, the default: the trainer starts a vLLM server on its own GPU, unless"
-    " `--server` is given; `server`: give the address of a server that you have started to"
-    " `--server`",
-    "vllm_server_host vllm_server_port": "`--server http://HOST:PORT`",
-    "vllm_gpu_memory_utilization vllm_tensor_parallel_size": "vLLM's options of the same names in"
-    " `--vllm-options`; as in TRL, only for a server that the trainer starts; by default, its"
-    " memory depends on the free memory",
-    "vllm_importance_sampling_correction": "`true` is `--vllm-importance-sampling-mode"
-    " sequence_mask`, unless another mode is given; `false` is `off`",
-    "use_peft": "`true` is `--lora-r 16`, unless another rank is given; `false` is `--lora-r 0`",
-    "use_cpu": "`true` is `--device cpu`; otherwise a GPU is used if there is one",
-    "resume_from_checkpoint": "`true` is `--resume`, which continues from the last checkpoint in"
-    " `--output-dir`; to continue from an earlier checkpoint, delete the later ones",
-    "eval_strategy": "`steps` changes nothing, and `no` is `--eval-steps 0`; otherwise give a"
-    " number to `--eval-steps`",
-    "save_strategy": "`steps` changes nothing, and `no` is `--save-steps 0`, which saves only after"
-    " the last step; otherwise give a number to `--save-steps`",
-    "greater_is_better": "the best checkpoint has the highest value of `--metric-for-best-model`",
-}
+TRANSLATED = table(
+    """
+    per_device_train_batch_size gradient_accumulation_steps
+        `--generation-batch-size` and `--steps-per-generation`; micro-batches follow from
+        `--token-budget`
+    use_vllm
+        `true` is `--engine vllm`, with TRL's default `vllm_mode`; `false` is `--engine local`
+    vllm_mode
+        `colocate`, the default: the trainer starts a vLLM server on its own GPU, unless `--server`
+        is given; `server`: give the address of a server that you have started to `--server`
+    vllm_server_host vllm_server_port
+        `--server http://HOST:PORT`
+    vllm_gpu_memory_utilization vllm_tensor_parallel_size
+        vLLM's options of the same names in `--vllm-options`; as in TRL, only for a server that the
+        trainer starts; by default, its memory depends on the free memory
+    vllm_importance_sampling_correction
+        `true` is `--vllm-importance-sampling-mode sequence_mask`, unless another mode is given;
+        `false` is `off`
+    use_peft
+        `true` is `--lora-r 16`, unless another rank is given; `false` is `--lora-r 0`
+    use_cpu
+        `true` is `--device cpu`; otherwise a GPU is used if there is one
+    resume_from_checkpoint
+        `true` is `--resume`, which continues from the last checkpoint in `--output-dir`; to
+        continue from an earlier checkpoint, delete the later ones
+    eval_strategy
+        `steps` changes nothing, and `no` is `--eval-steps 0`; otherwise give a number to
+        `--eval-steps`
+    save_strategy
+        `steps` changes nothing, and `no` is `--save-steps 0`, which saves only after the last step;
+        otherwise give a number to `--save-steps`
+    greater_is_better
+        the best checkpoint has the highest value of `--metric-for-best-model`
+    """
+)
 
 # Another option serves this purpose, but its values mean something else.
-INSTEAD = {
-    "auto_find_batch_size": "do not set `--token-budget`; before the run, it is then chosen from"
-    " the free memory of the GPU",
-    "data_seed": "use `--seed`, which determines all random numbers",
-    "accelerator_config deepspeed fsdp fsdp_config parallelism_config local_rank": "start one"
-    " process per GPU with torchrun; the weights are then always sharded; see"
-    " `--reshard-after-forward` and `--cpu-offload`",
-    "push_to_hub hub_model_id hub_private_repo hub_token hub_strategy hub_always_push"
-    " hub_revision": "run `hf upload` after the training (docs/running.md)",
-    "save_only_model": "delete `checkpoint-N/state` after the run, because only `--resume` needs"
-    " it",
-    "log_unique_prompts log_completions_hub_repo log_multimodal": "`--log-completions` writes files"
-    " with all completions and pictures",
-    "project": "set TRACKIO_PROJECT or WANDB_PROJECT, for `--report-to trackio` or `wandb`",
-    "torch_empty_cache_steps": "lower `--token-budget`; the allocator uses expandable segments, so"
-    " there is hardly any unused memory to free (docs/memory.md)",
-    "vllm_server_timeout": "use `--server-timeout`",
-    "vllm_model_impl": 'use `--vllm-options="--model-impl transformers"`',
-    "reward_model_name_or_path": "use `--reward-funcs model:FOLDER`",
-    "datasets test_split_size": "use `--data` with several sources and `--eval-data`",
-    "min_p": "use `--top-p` or `--top-k`",
-    " ".join(OF_LOSSES): "use `--loss-kwargs`, a JSON object with these names",
-    "use_adaptive_entropy entropy_target entropy_coef_min entropy_coef_max"
-    " entropy_coef_delta": "use a constant `--entropy-coef`",
-    "env": "set environment variables in the shell; there is no option for them",
-}
+INSTEAD = table(
+    """
+    auto_find_batch_size
+        do not set `--token-budget`; before the run, it is then chosen from the free memory of the
+        GPU
+    data_seed
+        use `--seed`, which determines all random numbers
+    accelerator_config deepspeed fsdp fsdp_config parallelism_config local_rank
+        start one process per GPU with torchrun; the weights are then always sharded; see
+        `--reshard-after-forward` and `--cpu-offload`
+    push_to_hub hub_model_id hub_private_repo hub_token hub_strategy hub_always_push hub_revision
+        run `hf upload` after the training (docs/running.md)
+    save_only_model
+        delete `checkpoint-N/state` after the run, because only `--resume` needs it
+    log_unique_prompts log_completions_hub_repo log_multimodal
+        `--log-completions` writes files with all completions and pictures
+    project
+        set TRACKIO_PROJECT or WANDB_PROJECT, for `--report-to trackio` or `wandb`
+    torch_empty_cache_steps
+        lower `--token-budget`; the allocator uses expandable segments, so there is hardly any
+        unused memory to free (docs/memory.md)
+    vllm_server_timeout
+        use `--server-timeout`
+    vllm_model_impl
+        use `--vllm-options="--model-impl transformers"`
+    reward_model_name_or_path
+        use `--reward-funcs model:FOLDER`
+    datasets test_split_size
+        use `--data` with several sources and `--eval-data`
+    min_p
+        use `--top-p` or `--top-k`
+    sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_k_neg vespo_lambda_pos
+    vespo_lambda_neg
+        use `--loss-kwargs`, a JSON object with these names
+    use_adaptive_entropy entropy_target entropy_coef_min entropy_coef_max entropy_coef_delta
+        use a constant `--entropy-coef`
+    env
+        set environment variables in the shell; there is no option for them
+    """
+)
 
 # These options are accepted and ignored, because they change nothing that matters here.
-IGNORED = {
-    "bf16 tf32 dtype torch_dtype": "a GPU computes in bfloat16 and a CPU in float32, weights are"
-    " trained in float32, and checkpoints have the dtype of the base model",
-    "shuffle_dataset": "prompts are always shuffled, by `--seed` and epoch",
-    "bnb_4bit_quant_storage use_bnb_nested_quant": "`--load-in-4bit` always stores the codes as"
-    " bytes, and always quantizes the scales of the blocks, too",
-    "logging_strategy logging_steps logging_first_step logging_nan_inf_filter disable_tqdm"
-    " log_level log_level_replica log_on_each_node": "every step is logged, by the first process",
-    "include_num_input_tokens_seen skip_memory_metrics": "tokens and memory are always logged",
-    "dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context"
-    " dataloader_num_workers dataloader_persistent_workers dataloader_pin_memory"
-    " dataloader_prefetch_factor length_column_name": "all prompts are in memory, and no worker"
-    " loads them",
-    "remove_unused_columns": "reward functions receive all columns",
-    "ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters"
-    " ddp_static_graph ds3_gather_for_generation ignore_bias_buffers": "weights are sharded with"
-    " FSDP2",
-    "average_tokens_across_devices": "the loss is always averaged over the tokens of all processes",
-    "batch_eval_metrics eval_accumulation_steps eval_do_concat_batches eval_use_gather_object"
-    " include_for_metrics label_names per_device_eval_batch_size prediction_loss_only": "an"
-    " evaluation scores completions with the reward functions, and `--max-concurrent` limits"
-    " how many are sampled at once",
-    "do_train do_eval do_predict eval_on_start": "a run always trains, and with `--eval-steps` it"
-    " also evaluates, starting before the first step",
-    "enable_jit_checkpoint": "SIGTERM always saves a checkpoint",
-    "restore_callback_states_from_checkpoint": "there are no callbacks",
-    "gradient_checkpointing_kwargs activation_checkpointing_kwargs": "`--gradient-checkpointing`"
-    " has no further settings",
-    "use_liger_kernel liger_kernel_config torch_compile torch_compile_backend"
-    " torch_compile_mode": "a GPU uses our fused kernels, unless `--kernels` is torch",
-    "attn_implementation": "a GPU uses flash-attn 4 if it is installed, otherwise torch's"
-    " own FlashAttention",
-    "use_cache use_transformers_continuous_batching transformers_continuous_batching_config"
-    " use_transformers_paged": "the local engine has a key-value cache and always batches"
-    " continuously",
-    "debug": "a gradient with NaN or infinity always ends the run",
-    "disable_dropout": "the dropout settings in config.json are always ignored",
-    "pad_to_multiple_of": "nothing is padded",
-    "vllm_group_port vllm_max_model_length": "the trainer tells its server what it needs",
-    "lora_task_type": "a causal language model is trained",
-}
+IGNORED = table(
+    """
+    bf16 tf32 dtype torch_dtype
+        a GPU computes in bfloat16 and a CPU in float32, weights are trained in float32, and
+        checkpoints have the dtype of the base model
+    shuffle_dataset
+        prompts are always shuffled, by `--seed` and epoch
+    bnb_4bit_quant_storage use_bnb_nested_quant
+        `--load-in-4bit` always stores the codes as bytes, and always quantizes the scales of the
+        blocks, too
+    logging_strategy logging_steps logging_first_step logging_nan_inf_filter disable_tqdm log_level
+    log_level_replica log_on_each_node
+        every step is logged, by the first process
+    include_num_input_tokens_seen skip_memory_metrics
+        tokens and memory are always logged
+    dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context
+    dataloader_num_workers dataloader_persistent_workers dataloader_pin_memory
+    dataloader_prefetch_factor length_column_name
+        all prompts are in memory, and no worker loads them
+    remove_unused_columns
+        reward functions receive all columns
+    ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph
+    ds3_gather_for_generation ignore_bias_buffers
+        weights are sharded with FSDP2
+    average_tokens_across_devices
+        the loss is always averaged over the tokens of all processes
+    batch_eval_metrics eval_accumulation_steps eval_do_concat_batches eval_use_gather_object
+    include_for_metrics label_names per_device_eval_batch_size prediction_loss_only
+        an evaluation scores completions with the reward functions, and `--max-concurrent` limits
+        how many are sampled at once
+    do_train do_eval do_predict eval_on_start
+        a run always trains, and with `--eval-steps` it also evaluates, starting before the first
+        step
+    enable_jit_checkpoint
+        SIGTERM always saves a checkpoint
+    restore_callback_states_from_checkpoint
+        there are no callbacks
+    gradient_checkpointing_kwargs activation_checkpointing_kwargs
+        `--gradient-checkpointing` has no further settings
+    use_liger_kernel liger_kernel_config torch_compile torch_compile_backend torch_compile_mode
+        a GPU uses our fused kernels, unless `--kernels` is torch
+    attn_implementation
+        a GPU uses flash-attn 4 if it is installed, otherwise torch's own FlashAttention
+    use_cache use_transformers_continuous_batching transformers_continuous_batching_config
+    use_transformers_paged
+        the local engine has a key-value cache and always batches continuously
+    debug
+        a gradient with NaN or infinity always ends the run
+    disable_dropout
+        the dropout settings in config.json are always ignored
+    pad_to_multiple_of
+        nothing is padded
+    vllm_group_port vllm_max_model_length
+        the trainer tells its server what it needs
+    lora_task_type
+        a causal language model is trained
+    """
+)
 
-UNSUPPORTED = {
-    "bnb_4bit_quant_type load_in_8bit": "the only quantization is NF4, with `--load-in-4bit`",
-    "fp16 fp16_full_eval bf16_full_eval": "a GPU computes in bfloat16 and a CPU in float32",
-    "label_smoothing_factor": "completions have advantages instead of labels",
-    "neftune_noise_alpha lora_dropout": "with noise, the policy in training would differ from the"
-    " one that sampled",
-    "optim_args optim_target_modules": "AdamW is the only optimizer; its settings are"
-    " `--adam-beta1`, `--adam-beta2`, `--adam-epsilon` and `--weight-decay`",
-    "eval_delay": "the first evaluation is always before the first step",
-    "ignore_data_skip": "a resumed run always continues with the next prompts",
-    "train_sampling_strategy": "prompts are shuffled, and micro-batches are balanced by tokens",
-    "save_on_each_node": "all machines share `--output-dir`",
-    "trackio_space_id trackio_bucket_id trackio_static_space_id": "`--report-to trackio` logs on"
-    " this machine only",
-    "model_revision": "download the revision, and give its folder to `--model`",
-    "model_init_kwargs trust_remote_code router_aux_loss_coef": "there is only one decoder, in"
-    " nanogrpo/model/decoder.py, and it has no experts",
-    "cast_lm_head_to_fp32": "on a GPU, logits are rounded to bfloat16, as in engines, which is the"
-    " largest error of a log-prob; everything after them is computed in float32",
-    "generation_kwargs repetition_penalty cache_implementation vllm_structured_outputs_regex": "the"
-    " sampling distribution would differ from the trained policy",
-    "dataset_streaming streaming": "a resumed run must be able to draw the same prompts again, so"
-    " all prompts are read at the start",
-    "use_dora lora_modules_to_save lora_target_parameters": "adapters are plain LoRA on linear"
-    " layers",
-}
+UNSUPPORTED = table(
+    """
+    bnb_4bit_quant_type load_in_8bit
+        the only quantization is NF4, with `--load-in-4bit`
+    fp16 fp16_full_eval bf16_full_eval
+        a GPU computes in bfloat16 and a CPU in float32
+    label_smoothing_factor
+        completions have advantages instead of labels
+    neftune_noise_alpha lora_dropout
+        with noise, the policy in training would differ from the one that sampled
+    optim_args optim_target_modules
+        AdamW is the only optimizer; its settings are `--adam-beta1`, `--adam-beta2`,
+        `--adam-epsilon` and `--weight-decay`
+    eval_delay
+        the first evaluation is always before the first step
+    ignore_data_skip
+        a resumed run always continues with the next prompts
+    train_sampling_strategy
+        prompts are shuffled, and micro-batches are balanced by tokens
+    save_on_each_node
+        all machines share `--output-dir`
+    trackio_space_id trackio_bucket_id trackio_static_space_id
+        `--report-to trackio` logs on this machine only
+    model_revision
+        download the revision, and give its folder to `--model`
+    model_init_kwargs trust_remote_code router_aux_loss_coef
+        there is only one decoder, in nanogrpo/model/decoder.py, and it has no experts
+    cast_lm_head_to_fp32
+        on a GPU, logits are rounded to bfloat16, as in engines, which is the largest error of a
+        log-prob; everything after them is computed in float32
+    generation_kwargs repetition_penalty cache_implementation vllm_structured_outputs_regex
+        the sampling distribution would differ from the trained policy
+    dataset_streaming streaming
+        a resumed run must be able to draw the same prompts again, so all prompts are read at the
+        start
+    use_dora lora_modules_to_save lora_target_parameters
+        adapters are plain LoRA on linear layers
+    """
+)
 
 # TRL's defaults of options that are refused. The default and false are accepted and ignored.
 NEUTRAL = {
     "log_multimodal": True,
-    **OF_LOSSES,
+    "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05,
+    "vespo_k_pos": 2.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_lambda_neg": 2.0,
     "bnb_4bit_quant_type": "nf4",
     "entropy_coef_min": 0.0,
     "entropy_coef_max": 1.0,
@@ -178,6 +248,122 @@ NEUTRAL = {
     "vllm_tensor_parallel_size": 1,
 }
 
+# Names in other libraries, and arguments of TRL's trainer. A name may have a prefix, as in
+# actor_rollout_ref.rollout.n.
+SYNONYMS = table(
+    """
+    kl_coef kl_coeff kl_loss_coef init_kl_coef kl_penalty_coef
+        use `--beta`
+    use_kl_loss use_kl_in_reward
+        a `--beta` above 0 adds the KL to the loss
+    max_new_tokens response_length max_response_length max_tokens max_gen_len
+        use `--max-completion-length`
+    max_seq_length max_seq_len max_length max_model_len
+        use `--max-prompt-length` and `--max-completion-length`
+    lr actor_lr actor_learning_rate
+        use `--learning-rate`
+    lr_scheduler scheduler_type
+        use `--lr-scheduler-type`
+    epochs num_epochs n_epochs max_epochs total_epochs
+        use `--num-train-epochs`
+    total_episodes num_episodes total_training_steps total_steps num_steps
+        use `--max-steps`; a step samples `--generation-batch-size` completions, which some
+        libraries call episodes
+    n rollout_n num_samples num_return_sequences num_samples_per_prompt n_samples_per_prompt
+    group_size
+        use `--num-generations`
+    batch_size train_batch_size rollout_batch_size global_batch_size
+        use `--generation-batch-size`, the number of completions per step
+    num_mini_batches ppo_mini_batch_size mini_batch_size
+        use `--steps-per-generation`, the number of minibatches
+    micro_batch_size micro_train_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu
+        use `--token-budget`, the number of tokens per micro-batch, or leave it out
+    num_ppo_epochs ppo_epochs
+        use `--num-iterations`
+    cliprange clip_range clip_ratio clip_eps clip_epsilon eps_clip clip_ratio_low
+        use `--epsilon`
+    clip_ratio_high clip_eps_high eps_clip_high
+        use `--epsilon-high`
+    clip_ratio_c
+        use `--delta`
+    entropy_coeff ent_coef entropy_loss_coef
+        use `--entropy-coef`
+    gamma lam lambd gae_lambda vf_coef cliprange_value critic_lr
+        GRPO has no value function and no discount, because all tokens of a completion have the same
+        advantage
+    grad_clip gradient_clipping max_norm
+        use `--max-grad-norm`
+    lora_rank lora_dim
+        use `--lora-r`
+    use_lora
+        use `--lora-r` 16, or another rank above 0
+    load_in_4_bit load_4bit use_4bit bnb_4bit_use_double_quant quantization_config
+        use `--load-in-4bit`
+    bnb_4bit_compute_dtype
+        leave it out, because `--load-in-4bit` computes in bfloat16 on a GPU and in float32 on a CPU
+    mixed_precision precision amp use_bf16 use_fp16 bfloat16 float16
+        leave it out, because a GPU computes in bfloat16 and a CPU in float32
+    use_gradient_checkpointing enable_gradient_checkpointing gradient_checkpoint grad_checkpoint
+        use `--gradient-checkpointing`
+    use_liger_loss use_liger
+        leave it out, because a GPU uses our fused kernels, unless `--kernels` is torch
+    early_stopping early_stopping_patience callbacks
+        pass a function as `on_step` to nanogrpo.train, or stop the run with Ctrl-C;
+        `--load-best-model-at-end` keeps the best checkpoint
+    reward_fn reward_func reward_function reward_functions
+        use `--reward-funcs`
+    reward_processing_classes
+        use `--reward-funcs` model:FOLDER, with the tokenizer in FOLDER
+    dataset train_data train_file train_files dataset_path train_dataset
+        use `--data`, or pass train_dataset to nanogrpo.train
+    eval_file val_files val_data eval_dataset
+        use `--eval-data`, or pass eval_dataset to nanogrpo.train
+    tokenizer tokenizer_name tokenizer_path
+        leave it out, because the tokenizer is read from the folder of `--model`
+    rollout_func
+        use `--rollout` and a function (samples, turns), because TRL's signature differs
+        (docs/fork.md)
+    device_map
+        leave it out, because each process of torchrun has its own GPU
+    optimizers
+        use `--optim`, `--learning-rate` and `--lr-scheduler-type`
+    use_wandb wandb_project
+        use `--report-to` wandb, and set WANDB_PROJECT
+    """
+)
+
+# Former options of nanogrpo.
+REMOVED = table(
+    """
+    data_weights
+        every prompt is drawn equally often, so repeat a file to draw it more often
+    reward_env
+        reward functions see the whole environment of the trainer
+    dppo_penalty
+        give it in --loss-kwargs
+    old_logp_from
+        use --vllm-importance-sampling-mode ratio for the log-probs of the engine
+    eval_top_p
+        an evaluation samples from all tokens, at --eval-temperature
+    measure_zero_advantages
+        --beta or --entropy-coef, however small, trains on all tokens
+    resume_from
+        remove the checkpoints after that one, then --resume
+    heartbeat_timeout
+        a rank that hangs is lost after --ddp-timeout
+    server_window
+        a server that we start is restarted once for each loss
+    server_patience
+        a run waits ten minutes for a lost server
+    trace_step
+        use torch.profiler (docs/running.md)
+    save_merged
+        a checkpoint always has the merged weights, next to its folder adapter
+    log_tokens_mib
+        the limit is 256 MiB for a run
+    """
+)
+
 
 def rows(table: Mapping[str, str]) -> dict[str, str]:
     """Return a table with one entry for each name. Markdown is removed from its texts."""
@@ -185,34 +371,95 @@ def rows(table: Mapping[str, str]) -> dict[str, str]:
 
 
 TABLES = (RENAMED, TRANSLATED, INSTEAD, IGNORED, UNSUPPORTED)
-NAMES = {name for table in TABLES for name in rows(table)} - {f.name for f in fields(Config)}
+NAMES = {name for table in TABLES for name in rows(table)}
 SERVER = ("vllm_mode", "vllm_server_host", "vllm_server_port")
 OF_VLLM = ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
+
+
+# --- mistakes and other notes ---------------------------------------------------------------------
+
+
+class Notes:
+    """What reading the options has found: mistakes, and what became of TRL's options.
+
+    `with notes: …` collects a UserError, so that all mistakes can be raised together.
+    """
+
+    def __init__(self) -> None:
+        self.mistakes: list[str] = []
+        self.rows: list[tuple[str, str]] = []
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: object, trace: object) -> bool:
+        if isinstance(error, UserError):
+            self.mistakes += error.args
+        return isinstance(error, UserError)
+
+    def finish(self, respell: Callable[[str], str] = str) -> None:
+        """Raise the mistakes, if there are any, and otherwise log the table."""
+        if self.mistakes:
+            raise UserError(*self.mistakes)
+        width = min(max((len(theirs) for theirs, _ in self.rows), default=0), 40)
+        lines = [f"  {theirs:{width}}  {ours}" for theirs, ours in self.rows]
+        if lines:
+            logger.info("%s", respell("\n".join(["TRL's options became:", *lines])))
+
+
+def unknown(name: str, known: Collection[str]) -> str:
+    """Return the message about a name that is not an option. `known` are the options as they are
+    spelled there: on a command line, or in a file or Python.
+    """
+    plain = name.lstrip("-").replace("-", "_").rpartition(".")[2].removeprefix("no_")
+    for table, text in MESSAGES:
+        if answer := rows(table).get(plain):
+            sentence = text.format(name, answer)
+            return sentence if "--help" in known else in_python(sentence)
+    return cli.unknown_option(name, known)
+
+
+MESSAGES = (
+    (REMOVED, "{} was removed: {}."),
+    (SYNONYMS, "{} is not an option: {}."),
+    ({k: f"use --{dashed(v)}" for k, v in RENAMED.items()}, "{} is an option of TRL: {}."),
+    (TRANSLATED, "{} is an option of TRL, which Config.from_trl translates: {}."),
+    (INSTEAD, "{} is an option of TRL: {}."),
+    (IGNORED | UNSUPPORTED, "{} is an option of TRL: leave it out, because {}."),
+)
+
+
+def in_python(text: str) -> str:
+    """Return a message in which options are spelled as in Python: --top-p becomes top_p."""
+    return re.sub(r"--(?!help)([a-z][a-z0-9-]*)", lambda option: option[1].replace("-", "_"), text)
 
 
 # --- the translation ------------------------------------------------------------------------------
 
 
-def translate(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with TRL's replaced by ours, and log what became of each one."""
+def refuse(name: str, value: Any) -> None:
+    """Raise UserError if an option of TRL is refused with this value."""
+    instead, unsupported = rows(INSTEAD), rows(UNSUPPORTED)
+    if name in instead | unsupported and value not in (False, None, NEUTRAL.get(name)):
+        reason = unsupported.get(name)
+        advice = f"it is not supported here, because {reason}" if reason else instead[name]
+        raise UserError(f"--{dashed(name)} is an option of TRL: {advice}.")
+
+
+def translate(options: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    """Return the options with TRL's replaced by ours, and note what became of each one."""
     out = {name: value for name, value in options.items() if name not in NAMES}
     given = {name: value for name, value in options.items() if name in NAMES}
-    ignored, instead, unsupported = map(rows, (IGNORED, INSTEAD, UNSUPPORTED))
-    for name, value in given.items():
-        if name in ignored:
-            logger.info("--%s: ignored, because %s", dashed(name), ignored[name])
-        elif name in instead | unsupported and value not in (False, None, NEUTRAL.get(name)):
-            reason = unsupported.get(name)
-            advice = f"it is not supported here, because {reason}" if reason else instead[name]
-            raise UserError(f"--{dashed(name)} is an option of TRL: {advice}.")
-    _values(given, out)
-    _server(given, out)
-    _batch(given, out)
-    _ours(out)
+    ignored = rows(IGNORED)
+    notes.rows += [
+        (f"--{dashed(n)}", f"ignored, because {ignored[n]}") for n in given if n in ignored
+    ]
+    for work in (_values, _server, _batch, _ours):
+        with notes:
+            work(given, out, notes)
     return out
 
 
-def _values(given: Mapping[str, Any], out: dict[str, Any]) -> None:
+def _values(given: Mapping[str, Any], out: dict[str, Any], notes: Notes) -> None:
     """Translate the options whose meaning depends only on their own value."""
     mode = "vllm_importance_sampling_mode"
     meanings: dict[str, dict[str, dict[str, Any]]] = {
@@ -236,29 +483,29 @@ def _values(given: Mapping[str, Any], out: dict[str, Any]) -> None:
             raise UserError(
                 f"--{dashed(name)} {given[name]} is not supported: {rows(TRANSLATED)[name]}."
             )
-        _take({name: given[name]}, out, **meanings[name][value])
+        _take({name: given[name]}, out, notes, **meanings[name][value])
 
 
-def _server(given: Mapping[str, Any], out: dict[str, Any]) -> None:
+def _server(given: Mapping[str, Any], out: dict[str, Any], notes: Notes) -> None:
     """Translate the options that say where vLLM runs, and with how much memory."""
     theirs = {name: given[name] for name in SERVER if name in given}
     settings = {name: given[name] for name in OF_VLLM if name in given}
     if out.get("engine") != "vllm":
         if theirs | settings:
-            logger.info("%s: ignored, because vLLM is not used", _spelled(theirs | settings))
+            notes.rows.append((spelled(theirs | settings), "ignored, because vLLM is not used"))
         return
     if theirs and "server" not in out and given.get("vllm_mode") != "colocate":
         host, port = given.get("vllm_server_host", "127.0.0.1"), given.get("vllm_server_port", 8000)
-        _take(theirs, out, server=[f"http://{host}:{port}"])
+        _take(theirs, out, notes, server=[f"http://{host}:{port}"])
     if settings and "server" in out:
-        logger.info("%s: ignored, because --server has its own settings", _spelled(settings))
+        notes.rows.append((spelled(settings), "ignored, because --server has its own settings"))
     elif settings:
         words = [f"--{dashed(name)[5:]}={value}" for name, value in settings.items()]
         options = " ".join([out.pop("vllm_options", ""), *words]).strip()
-        _take(settings, out, vllm_options=options)
+        _take(settings, out, notes, vllm_options=options)
 
 
-def _batch(given: Mapping[str, Any], out: dict[str, Any]) -> None:
+def _batch(given: Mapping[str, Any], out: dict[str, Any], notes: Notes) -> None:
     """Translate the batch per device. As in TRL, a generation contains per_device x processes x
     steps_per_generation completions, where TRL's steps_per_generation counts micro-batches. An
     optimizer step has gradient_accumulation_steps micro-batches.
@@ -291,15 +538,16 @@ def _batch(given: Mapping[str, Any], out: dict[str, Any]) -> None:
             " step cannot span two generations."
         )
     ours = {"generation_batch_size": at_once * micro, "steps_per_generation": micro // accumulated}
-    _take(theirs, out, **ours)
+    _take(theirs, out, notes, **ours)
 
 
-def _ours(out: dict[str, Any]) -> None:
+def _ours(given: Mapping[str, Any], out: dict[str, Any], notes: Notes) -> None:
     """Translate values that only TRL allows, for options that both TRL and we have."""
     settings = out.get("chat_template_kwargs")
     if isinstance(settings, dict) and "enable_thinking" in settings:
         rest = {**settings}
-        _take({"chat_template_kwargs": settings}, out, enable_thinking=rest.pop("enable_thinking"))
+        thinking = rest.pop("enable_thinking")
+        _take({"chat_template_kwargs": settings}, out, notes, enable_thinking=thinking)
         out["chat_template_kwargs"] = rest or None
     if out.get("max_steps") == -1 and out.get("num_train_epochs"):
         del out["max_steps"]  # in TRL, -1 means that max_steps is not set
@@ -307,20 +555,20 @@ def _ours(out: dict[str, Any]) -> None:
         del out["lora_target_modules"]  # all of them
 
 
-def _take(theirs: Mapping[str, Any], out: dict[str, Any], **ours: Any) -> None:
-    """Add the options that replace TRL's to `out`, and log the replacement."""
+def _take(theirs: Mapping[str, Any], out: dict[str, Any], notes: Notes, **ours: Any) -> None:
+    """Add the options that replace TRL's to `out`, and note the replacement."""
     for name, value in ours.items():
         if out.get(name, value) != value:
             raise UserError(
-                f"{_spelled(theirs)} means {_spelled({name: value})}, but"
-                f" {_spelled({name: out[name]})} is given too: leave one of them out."
+                f"{spelled(theirs)} means {spelled({name: value})}, but"
+                f" {spelled({name: out[name]})} is given too: leave one of them out."
             )
     out.update(ours)
     if ours:
-        logger.info("%s: taken as %s", _spelled(theirs), _spelled(ours))
+        notes.rows.append((spelled(theirs), spelled(ours)))
 
 
-def _spelled(options: Mapping[str, Any]) -> str:
+def spelled(options: Mapping[str, Any]) -> str:
     """Return options as the command line spells them."""
     words = []
     for name, value in options.items():

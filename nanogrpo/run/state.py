@@ -263,7 +263,8 @@ def latest(cfg: Config, origin: dict[str, str]) -> tuple[Path, dict[str, Any]] |
         if then != today:
             raise UserError(
                 f"--resume: {folder} was written with {name} = {then}, but {name} is now {today}: "
-                "give the same options."
+                f"give the same options, or start from its weights (--model {folder}) in another "
+                "folder."
             )
     for name in known | origin:
         if known.get(name) != origin.get(name):

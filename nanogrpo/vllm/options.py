@@ -27,7 +27,7 @@ class VLLMOptions(Config):
         " for this run",
         group="vLLM",
     )
-    vllm_python: str = of_vllm(
+    vllm_python: str = free_option(
         "",
         "Python interpreter with vLLM, to start a server with; empty: $NANOGRPO_VLLM_PYTHON, or"
         " the trainer's own",
@@ -41,17 +41,17 @@ class VLLMOptions(Config):
         "numbers of that server's GPUs, such as 1 or 2,3 (tensor parallel); empty: share the"
         " trainer's first GPU",
     )
-    vllm_enable_sleep_mode: bool = of_vllm(
+    vllm_enable_sleep_mode: bool = free_option(
         False,
         "on a shared GPU, free the server's memory while the trainer trains, and wake it to sample",
     )
-    weight_transport: str = of_vllm(
+    weight_transport: str = free_option(
         "auto",
         "how weights reach the servers: by torch.distributed between GPUs and machines, through the"
         " memory of the same GPU or machine, or whichever fits (auto)",
         choices=("auto", "broadcast", "memory"),
     )
-    server_timeout: float = of_vllm(
+    server_timeout: float = free_option(
         60.0,
         "seconds within which a healthy server answers a request, or accepts the weights",
         "> 0",

@@ -36,7 +36,6 @@ class LoRAOptions(Config):
         "how the frozen weights are stored; auto: in the dtype they compute in, which is bfloat16"
         " on a GPU",
         choices=("auto", "float32", "bfloat16"),
-        needs="lora_r",
     )
     load_in_4bit: bool = option(
         False,
