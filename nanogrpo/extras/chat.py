@@ -97,7 +97,7 @@ class Chat:
 
 
 def main(argv: list[str]) -> None:
-    cfg = commandline.parse(argv, PROGRAM, TAKEN.split())
+    cfg = commandline.parse(argv, PROGRAM, TAKEN)
     # here, unlike in training, the temperature may be 0 (greedy)
     dataclasses.replace(cfg, data=("none",), temperature=cfg.temperature or 1.0).validate()
     with join(cfg) as world, contextlib.suppress(EOFError):

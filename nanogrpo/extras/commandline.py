@@ -11,7 +11,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ _Loader.add_implicit_resolver(
 def parse(
     argv: Sequence[str] | None = None,
     program: argparse.ArgumentParser | None = None,
-    taken: Container[str] = (),
+    taken: str = "",
 ) -> Config:
     """Return the options of a command line. The Config is not yet validated (see cli.parse).
 
@@ -110,7 +110,7 @@ def parse(
     return cfg
 
 
-def of_run(model: str, taken: Container[str]) -> cli.Options:
+def of_run(model: str, taken: str) -> cli.Options:
     """Return and print these options of the run that wrote a checkpoint, if its log is there.
 
     `data` are the held-out prompts of the run. Options with their default values are left out.
@@ -119,7 +119,11 @@ def of_run(model: str, taken: Container[str]) -> cli.Options:
     run = summarize(read_records(log)).options if taken and log.exists() else {}
     if run:
         run |= {"data": run["eval_data"] or run["data"], "output_dir": f"{model}/eval"}
-    found = {n: v for n, v in run.items() if n in taken and v not in (None, [], FIELDS[n].default)}
+    found = {
+        n: v
+        for n, v in run.items()
+        if n in taken.split() and v not in (None, [], FIELDS[n].default)
+    }
     if found:
         print_line(f"options of the run {log.parent}: {json.dumps(found, ensure_ascii=False)}")
     return found

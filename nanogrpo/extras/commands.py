@@ -18,6 +18,7 @@ from nanogrpo.errors import UserError
 
 HELP = """usage: nanogrpo COMMAND [options]
 
+  demo     see a tiny model learn, in a minute on a CPU
   train    train a model with GRPO
   serve    start a vLLM server that follows the trainer
   chat     talk to a checkpoint in the terminal
@@ -25,18 +26,22 @@ HELP = """usage: nanogrpo COMMAND [options]
   runs     list runs: what they learned, and the checkpoint to use
   plot     plot the log of a run
   view     look at a run in the browser: curves, completions and tokens
+  doctor   list the versions of all packages, and what is missing
   warmup   teach a tiny model some arithmetic, to try things on
 
 nanogrpo COMMAND --help lists the options of a command."""
 
 MODULES = {
     "chat": "nanogrpo.extras.chat",
+    "demo": "nanogrpo.extras.arithmetic.demo",
+    "doctor": "nanogrpo.extras.doctor",
     "eval": "nanogrpo.extras.eval",
     "plot": "nanogrpo.extras.plot",
     "runs": "nanogrpo.extras.summary",
     "view": "nanogrpo.extras.view.server",
     "warmup": "nanogrpo.extras.arithmetic.warmup",
 }
+WITHOUT_OPTIONS = ("demo", "doctor", "runs")
 
 
 def script(name: str) -> Path:
@@ -59,7 +64,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if command not in MODULES:
             raise UserError(f"nanogrpo has no command {command}: see --help.")
-        importlib.import_module(MODULES[command]).main(options)
+        module = importlib.import_module(MODULES[command])
+        if command in WITHOUT_OPTIONS and "-" in "".join(options)[:1]:
+            print(module.__doc__)
+        else:
+            module.main(options)
     # FloatingPointError: the logits are not finite; UnicodeDecodeError: the input is not UTF-8
     except (UserError, FloatingPointError, UnicodeDecodeError) as e:
         print(f"error: {e}", file=sys.stderr)

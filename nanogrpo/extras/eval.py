@@ -121,7 +121,7 @@ def claim(cfg: Config) -> None:
 
 def main(argv: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    cfg = commandline.parse(argv, PROGRAM, TAKEN.split())
+    cfg = commandline.parse(argv, PROGRAM, TAKEN)
     folder = cfg.output_dir if cfg.output_dir != Config.output_dir else "runs/eval"
     cfg = dataclasses.replace(cfg, output_dir=os.path.abspath(folder), eval_steps=1)
     cfg.validate()

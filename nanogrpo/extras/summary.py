@@ -1,15 +1,18 @@
-"""Summarize runs: one line at the end of a run, and the list of `nanogrpo runs [FOLDER]`.
+"""List runs: what they learned, and the checkpoint to use.
 
-In: the records of metrics.jsonl. Out: the first, last and best value of the metric that chooses the
-best checkpoint (--metric-for-best-model, by default the reward), and the steps, time and tokens of
-the run. The values come from the evaluations or, if there are none, from the training steps. Read
-before: best.py.
+    nanogrpo runs [FOLDER]
+
+In: the metrics.jsonl of all runs in FOLDER (runs). Out: a line for each run, with the best
+checkpoint if the run keeps it, and otherwise the last. A summary has the first, last and best value
+of the metric that chooses the best checkpoint (--metric-for-best-model, by default the reward), and
+the steps, time and tokens of the run. The values come from the evaluations or, if there are none,
+from the training steps. A run also prints its summary at its end. Read next: best.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import math
 import re
 from collections import ChainMap
 from collections.abc import Iterable, Iterator
@@ -17,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanogrpo.errors import UserError
-from nanogrpo.extras.best import plain
 from nanogrpo.feature import Feature
 from nanogrpo.logs.files import read_records
 from nanogrpo.logs.progress import duration, number, print_line
@@ -32,18 +34,27 @@ class Summary(NamedTuple):
     seconds: float  # of the steps, without evaluations and saving
     tokens: int  # of prompts and completions
 
-    @property
-    def best(self) -> int:
-        """The finished steps at the highest value. If several are equal, the first counts."""
-        return max(self.values, key=self.values.__getitem__)
+    def rank(self, path: Path) -> float:
+        """Return the value of a checkpoint if the run keeps the best one, or else its step. The
+        checkpoint to use has the highest rank.
+        """
+        step = int(path.name[11:])
+        best = self.options.get("load_best_model_at_end")
+        return self.values.get(step, -math.inf) if best else step
 
     def __str__(self) -> str:
         text = f"{self.steps} steps in {duration(self.seconds)}, {self.tokens:,} tokens"
         if not self.values:
             return text
         values = [*self.values.values()]
-        learned = f"{number(values[0])} → {number(values[-1])}, best {number(max(values))}"
-        return f"{self.metric} {learned} after step {self.best}; {text}"
+        step = max(self.values, key=self.values.__getitem__)
+        learned = f"{number(values[0])} → {number(values[-1])}, best {number(self.values[step])}"
+        return f"{self.metric} {learned} after step {step}; {text}"
+
+
+def plain(metric: str) -> str:
+    """Return a metric's name without the affixes of the log or of TRL (eval/, rewards/, /mean)."""
+    return re.sub(r"^(eval[/_])?(rewards/)?|/mean$", "", metric)
 
 
 def summarize(records: Iterable[dict]) -> Summary:
@@ -75,21 +86,12 @@ class Closing(Feature):
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="nanogrpo runs",
-        description="List runs with the checkpoint to use: the best one if the "
-        "run keeps it, and otherwise the last.",
-    )
-    text = "a run, or a folder with runs (default: runs)"
-    parser.add_argument("folder", nargs="?", type=Path, default="runs", help=text)
-    folder = parser.parse_args(argv).folder
+    folder = Path(argv[0] if argv else "runs")
     logs = sorted(folder.rglob("metrics.jsonl"))
     if not logs:
         raise UserError(f"{folder} contains no run: name a folder above a metrics.jsonl.")
     print(f"{'checkpoint':32}  {'from':32}  summary")
     for log in logs:
         run = summarize(read_records(log))
-        saved = checkpoint.checkpoints(log.parent)[::-1]
-        values = run.values if run.options.get("load_best_model_at_end") else {}
-        best = max(saved, key=lambda p: values.get(int(p.name[11:]), -1e9), default=log.parent)
+        best = max(checkpoint.checkpoints(log.parent), key=run.rank, default=log.parent)
         print(f"{best!s:32}  {run.options.get('model', '-'):32}  {run}")

@@ -34,9 +34,12 @@ def head(**options) -> dict:
             [head(), *STEPS, *EVALUATIONS],
             f"held-out reward 0.000 → 0.250, best 0.500 after step 1; {TIME}",
         ),
-        (  # the last header counts, and a metric is found by TRL's name for it
-            [head(), *EVALUATIONS, head(metric_for_best_model="eval_rewards/f/mean"), *STEPS],
-            f"held-out f 1.000 → 1.250, best 1.500 after step 1; {TIME}",
+        *(  # the last header counts, and a metric is found by all its names
+            (
+                [head(), *EVALUATIONS, head(metric_for_best_model=name), *STEPS],
+                f"held-out f 1.000 → 1.250, best 1.500 after step 1; {TIME}",
+            )
+            for name in ("f", "eval/rewards/f", "rewards/f", "eval_rewards/f/mean")
         ),
     ],
 )

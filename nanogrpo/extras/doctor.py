@@ -1,0 +1,46 @@
+"""List the versions of all packages, and what is missing for which feature.
+
+    nanogrpo doctor
+
+In: the requirements of the installed package, which come from pyproject.toml. Out: a line for each
+of them. If a package is missing or has a version that is not supported, the line ends with the
+command that installs it.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from importlib import metadata
+
+import torch
+from packaging.requirements import Requirement
+
+# The optional parts of pyproject.toml, and what needs them.
+USES = """
+data         data sets of the hub, Parquet files
+reasoning    --data reasoning_gym:…
+plot         nanogrpo plot
+tensorboard  --report-to tensorboard
+trackio      --report-to trackio
+wandb        --report-to wandb
+vision       pictures in prompts
+tools        --tools, --environment-factory
+torchao      --optim adamw_torch_8bit
+vllm         --engine vllm, unless --vllm-python has it
+"""
+
+
+def main(argv: list[str]) -> None:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    print(f"Python {platform.python_version()}, {gpu}")
+    uses = {"": "every run", **dict(re.findall(r"(\w+) +(.+)", USES))}
+    for need in map(Requirement, metadata.requires("nanogrpo") or ()):
+        extra = "".join(re.findall('extra == "(.*)"', f"{need.marker}"))
+        if extra not in uses:
+            continue
+        package = next(iter(metadata.distributions(name=need.name)), None)
+        found = package.version if package else "missing"
+        fits = package and need.specifier.contains(found, prereleases=True)
+        install = f"pip install 'nanogrpo{extra and f'[{extra}]'}'  # {need.name}{need.specifier}"
+        print(f"{need.name:16}  {found:14}  {uses[extra]:44}  {'' if fits else install}".rstrip())
