@@ -10,6 +10,7 @@ package; a wheel has them in nanogrpo/scripts/ (setup.py copies them). Read next
 from __future__ import annotations
 
 import importlib
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -69,10 +70,13 @@ def main(argv: list[str] | None = None) -> int:
             print(module.__doc__)
         else:
             module.main(options)
+        sys.stdout.flush()
     # FloatingPointError: the logits are not finite; UnicodeDecodeError: the input is not UTF-8
     except (UserError, FloatingPointError, UnicodeDecodeError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # as in `| head`; Python flushes stdout once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

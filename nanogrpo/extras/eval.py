@@ -18,7 +18,6 @@ import dataclasses
 import json
 import logging
 import os
-import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,10 +96,7 @@ def write(cfg: Config, row: dict[str, float], samples: list[Sample], world: Worl
     replace(folder / "eval.json", f"{text}\n".encode())
     lines = [f"{name.removeprefix('eval/'):40} {value:.4g}" for name, value in row.items()]
     lines.append(f"{len(records)} completions are in {folder / 'eval.jsonl'}")
-    try:
-        print(*lines, sep="\n", flush=True)
-    except BrokenPipeError:  # as in `| head`; Python flushes stdout once more at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(*lines, sep="\n")
 
 
 def claim(cfg: Config) -> None:
