@@ -64,6 +64,7 @@ def test_it_writes_every_completion_and_the_same_numbers_as_training(
     records = [json.loads(line) for line in (tmp_path / "eval/eval.jsonl").read_text().splitlines()]
     assert len(records) == 4 * len(DATA)
     assert records[0].keys() >= {"prompt", "completion", "even", "reward", "stopped"}
+    assert [record["answer"] for record in records[::4]] == [row["answer"] for row in DATA]
     mean = sum(record["even"] for record in records) / len(records)
     assert result["metrics"]["eval/rewards/even"] == pytest.approx(mean)
     assert result["metrics"]["eval/pass@4/format_reward"] == 0

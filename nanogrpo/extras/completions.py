@@ -4,7 +4,8 @@
 In: the samples of a step. Out: `output_dir/completions/completions_00001.jsonl` and so on. The
 number in a file's name counts finished steps, as in checkpoint-N. An evaluation writes
 eval_00001.jsonl. Each line is one completion with TRL's columns: step, prompt, completion, one
-column per reward function, reward, advantage, and then the columns of `log_extra`.
+column per reward function, reward, advantage, and then the columns of `log_extra`. After these
+columns follow the texts and numbers of the data, such as the reference answer.
 `pandas.read_json(path, lines=True)` reads a file. If a prompt has pictures, small copies of the
 pictures are written into the folder, and a column contains the names of the copies. Read before:
 logs/console.py. Read next: view/ (a page that shows the files).
@@ -94,8 +95,8 @@ def record(step: int, sample: Sample, folder: Path | None = None) -> dict:
     rewards/scorer.py makes sure that the columns of `log_extra` have unique names. A reward
     function that has the name of one of our columns, such as `step`, gets the column `step_reward`.
     """
-    inputs = sample.prompt.inputs
-    return {
+    inputs, given = sample.prompt.inputs, sample.prompt.columns
+    own = {
         "step": step,
         "prompt": texts(sample.prompt.text),
         "completion": sample.text,
@@ -106,6 +107,8 @@ def record(step: int, sample: Sample, folder: Path | None = None) -> dict:
         **sample.extra,
         **(inputs.write(folder) if inputs is not None and folder else {}),
     }
+    short = {name: str(x)[:200] for name, x in given.items() if isinstance(x, str | int | float)}
+    return own | {name: x for name, x in short.items() if name not in own}
 
 
 def texts(prompt: str | list[dict]) -> str | list[dict]:

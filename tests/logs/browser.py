@@ -9,6 +9,7 @@ Debian's packages are chromium and chromium-driver. Read next: test_view_page.py
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import re
@@ -48,6 +49,25 @@ class Browser:
         )
         return self._post("/execute/async", {"script": source, "args": list(args)})
 
+    def resize(self, width: int, height: int, dark: bool = False) -> None:
+        """Set the size of the page, and whether it is shown in dark colours."""
+        self._command(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            mobile=False,
+            deviceScaleFactor=1,
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._command("Emulation.setEmulatedMedia", features=[scheme])
+
+    def picture(self) -> bytes:
+        """Return the visible part of the page as a PNG."""
+        return base64.b64decode(self._command("Page.captureScreenshot", format="png")["data"])
+
+    def _command(self, name: str, **params: Any) -> Any:
+        return self._post("/goog/cdp/execute", {"cmd": name, "params": params})
+
     def press(self, *keys: str) -> None:
         """Press keys one after the other, and wait each time until the page has drawn what they
         change. Several characters are keys that are held together.
@@ -60,7 +80,8 @@ class Browser:
 
     def settle(self) -> None:
         """Wait until the page has drawn its state."""
-        self.run("while (+document.body.dataset.shown !== turn) await new Promise(setTimeout)")
+        drawn = "+document.body.dataset.shown === turn && told === asked"
+        self.run(f"while (!({drawn})) await new Promise(setTimeout)")
 
     def point_at(self, selector: str) -> None:
         """Move the mouse to the first element that matches."""

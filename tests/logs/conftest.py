@@ -37,16 +37,18 @@ def write_run(
     more: str = "ok",
     options: dict | None = None,
     pictures: Sequence[bytes] = (),
+    held_out: Sequence[float] = (0.25,),
 ) -> None:
     """Write the output folder of a run with two prompts of two completions per step, as the log
-    would. pictures: files, the first for each first prompt and so on.
+    would. pictures: files, the first for each first prompt and so on. held_out: the rewards of the
+    only held-out prompt, before training and after each step.
     """
     (folder / "completions").mkdir(parents=True, exist_ok=True)
     for i, data in enumerate(pictures):
         (folder / "completions/pictures").mkdir(exist_ok=True)
         (folder / f"completions/pictures/{i:016x}.webp").write_bytes(data)
-    log: list[dict] = [{"run": options or {name: name}}, {"eval/after": 0, "eval/reward": 0.25}]
-    log[1]["step"] = -1
+    log: list[dict] = [{"run": options or {name: name}}]
+    log += [{"step": i - 1, "eval/after": i, "eval/reward": r} for i, r in enumerate(held_out)]
     for i in range(steps):
         log.append({"step": i, "reward": i / steps, name: 1.5, "rewards/a/mean": i / steps})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
@@ -60,6 +62,7 @@ def write_run(
             if pictures:
                 row["images"] = [f"pictures/{j // 2:016x}.webp"]
             rows.append(row | {"reward": 1.0, "advantage": advantage, "stopped": j < 3})
+            rows[-1]["answer"] = "7"
             numbers = {"logp": -0.5, "entropy": 1.25, "ratio": 1.1, "gap": 1e-6, "share": 0.125}
             line = {key: [value] * len(words) for key, value in numbers.items()}
             lines.append({"row": j, "id": [11] * len(words), "text": list(words), **line})
@@ -68,4 +71,6 @@ def write_run(
         path = folder / "completions" / f"tokens_{i + 1:05d}.jsonl.gz"
         if tokens:
             path.write_bytes(gzip.compress(data.encode()))
-    write(folder / "completions" / "eval_00000.jsonl", rows[:1])
+    for i, reward in enumerate(held_out):
+        row = rows[0] | {"reward": reward, "completion": f"{reward}"}
+        write(folder / "completions" / f"eval_{i:05d}.jsonl", [row])

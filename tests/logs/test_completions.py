@@ -72,10 +72,20 @@ def test_every_completion_of_a_run_is_written_with_its_rewards(tiny_base, files,
     assert shown.count("  epoch  ") == 2  # the header returns after a table
 
 
-def test_a_function_with_the_name_of_a_column_hides_nothing():
-    row = record(5, sample(3, step=1.0, reward=2.0, even=0.0))
+def test_a_function_or_data_with_the_name_of_a_column_hides_nothing():
+    one = sample(3, step=1.0, reward=2.0, even=0.0)
+    one.prompt.columns = {
+        "answer": 7,
+        "even": "no",
+        "long": "x" * 999,
+        "tests": ["a"],
+        "none": None,
+    }
+    row = record(5, one)
     expected = {"step": 5, "step_reward": 1.0, "reward": 3.0, "reward_reward": 2.0, "even": 0.0}
+    expected |= {"answer": "7", "long": "x" * 200}
     assert expected.items() <= row.items()
+    assert not {"tests", "none"} & row.keys()
 
 
 def test_any_text_and_any_value_can_be_written(tmp_path):
@@ -115,6 +125,7 @@ def test_what_cannot_be_written_is_a_user_error(tmp_path):
 def test_the_table_shows_text_as_it_is_and_cuts_it_in_front(capsys):
     odd = sample(2, accuracy_reward=1.0, brevity=-0.5)
     odd.prompt.text = [{"role": "user", "content": f"no{'x' * 189}[INST] hi [/INST]"}]
+    odd.prompt.columns = {"answer": 12}
     odd.text, odd.extra = "[/bold] :smile: \x1b[2J", {"source": "[red]web[/red]", "judge": 0.12345}
     completions.show([record(6, odd), record(6, sample(1, a=None))])
     shown = capsys.readouterr().err
@@ -123,5 +134,12 @@ def test_the_table_shows_text_as_it_is_and_cuts_it_in_front(capsys):
     assert "nox" not in shown
     for words in ("[/INST]", "[/bold] :smile:", "\N{REPLACEMENT CHARACTER}[2J", "accuracy_reward"):
         assert words in shown
-    for words in ("brevity -0.500", "source [red]web[/red]", "judge 0.123", "a -", "reward -"):
+    for words in (
+        "brevity -0.500",
+        "answer 12",
+        "source [red]web[/red]",
+        "judge 0.123",
+        "a -",
+        "reward -",
+    ):
         assert words in shown

@@ -11,6 +11,8 @@ import json
 import math
 import os
 import re
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -35,15 +37,16 @@ def written(folder, *options: str) -> dict[str, list]:
 
 
 def test_a_page_has_the_curves_and_every_completion_and_token(tmp_path):
-    write_run(tmp_path, steps=3)
+    write_run(tmp_path, steps=3, options={"entropy": "entropy", "seed": 0, "max_steps": 3})
     found = written(tmp_path)
     (run,) = found["index"][0]
     assert run["curves"]["reward"] == {"x": [1, 2, 3], "y": [0, 1 / 3, 2 / 3]}
     assert run["curves"]["eval/reward"] == {"x": [0], "y": [0.25]}
-    assert run["about"] == {"--entropy": "entropy"}
+    assert run["about"] == {"--entropy": "entropy", "--seed": "0", "--max-steps": "3"}
+    assert run["set"] == ["--entropy", "--max-steps"]
     assert run["blocks"] == {
         "c": [[step, [[0, 2, 1.0], [1, 2, 1.0]]] for step in (1, 2, 3)],
-        "e": [[0, [[0, 1, 1.0]]]],
+        "e": [[0, [[0, 1, 0.25]]]],
     }
     assert run["prompts"] == ["first?", "second?"]
     assert (run["tokens"], run["notes"]) == ([1, 2, 3], [])
@@ -54,7 +57,7 @@ def test_a_page_has_the_curves_and_every_completion_and_token(tmp_path):
             logged = json.loads(line)
             assert row["completion"] == logged["completion"]
             assert row["advantage"] == logged["advantage"]
-            assert row["more"] == {"ok": "ok"}
+            assert (row["answer"], row["more"]) == ("7", {"ok": "ok"})
         tokens = gzip.decompress(path.with_name(f"tokens_{step:05d}.jsonl.gz").read_bytes())
         assert found[f"0/t{step}"] == [json.loads(line) for line in tokens.splitlines()]
 
@@ -92,6 +95,22 @@ def test_a_long_run_has_steps_at_equal_distances_and_the_last_one(tmp_path, monk
     assert {f"0/c{step}" for step in kept} <= {*found}
     (note,) = found["index"][0][0]["notes"]
     assert f"the completions of {len(kept)} of the 21 steps" in note
+
+
+def test_the_page_of_two_runs_has_its_own_name_and_opens_in_the_browser(tmp_path):
+    for name in "ab":
+        write_run(tmp_path / name, steps=1)
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/opened\n')
+    browser.chmod(0o755)
+    runs = str(tmp_path / "a"), str(tmp_path / "b")
+    argv = [sys.executable, "-m", "nanogrpo", "view", *runs, "--open"]
+    env = os.environ | {"BROWSER": f"{browser} %s"}
+    printed = subprocess.run(argv, env=env, capture_output=True, text=True, check=True).stdout
+    address = (tmp_path / "a/view_b.html").as_uri()
+    assert printed.startswith(f"{address} (")
+    assert (tmp_path / "opened").read_text() == f"{address}\n"
+    assert not (tmp_path / "a/view.html").exists()
 
 
 def test_numbers_that_a_browser_cannot_read_are_left_out(tmp_path):

@@ -34,8 +34,9 @@ def browser():
 def opened(browser: Browser, *folders: Path, view: str = "") -> None:
     """Write the page of these runs and open it."""
     assert commands.main(["view", *map(str, folders)]) == 0
+    name = "_".join(["view", *(folder.name for folder in folders[1:])])
     browser.messages()
-    browser.open(f"file://{folders[0]}/view.html#{view}")
+    browser.open(f"file://{folders[0]}/{name}.html#{view}")
 
 
 def texts(browser: Browser, selector: str) -> list[str]:
@@ -47,20 +48,93 @@ def each_card(browser: Browser, expression: str) -> list:
     return browser.run(f"return allCards().map(card => {expression})")
 
 
+def test_the_overview_shows_how_the_answer_to_a_held_out_problem_changes(browser, tmp_path):
+    options = {"model": "models/tiny"}
+    write_run(tmp_path, steps=4, options=options, held_out=(0.0, 0.0, 1.0, 1.0, 0.0))
+    opened(browser, tmp_path)
+    assert texts(browser, "h2") == ["tiny · 4 steps · held-out 0.00 → 1.00 (best, step 2) → 0.00"]
+    assert texts(browser, ".values span") == ["step 4", "training 0.75", "held-out 0"]
+    first, last = "evaluation before trainingok ok", "evaluation after {} stepsok ok"
+    held_out = ".pane:first-child article"
+    assert texts(browser, f"{held_out} .bar")[1] == f"reward 0{last.format(4)}"
+    browser.press(LEFT, LEFT)
+    assert browser.run("return +$('slider').value") == 2
+    shown = [f"reward 0{first}0", f"reward 1{last.format(2)}1"]
+    assert texts(browser, held_out) == [text + ".0" for text in shown]
+    colours = f"[...document.querySelectorAll('{held_out}')].map(card => card.style.background)"
+    wrong, right = browser.run(f"return {colours}")
+    assert "25)" in wrong  # the hue of oklch: red
+    assert "145)" in right  # green
+    assert texts(browser, ".truth") == ["answer 7"] * 2
+    browser.press("\ue011")  # Home: the first step
+    assert texts(browser, held_out) == [f"reward 0{first}0.0"]
+    assert texts(browser, ".pane:last-child") == ["Training has not begun."]
+    browser.press(" ")  # play
+    browser.run("while (playing) await new Promise(requestAnimationFrame)")
+    assert browser.run("return state.step") == 4
+    tokens = browser.run(
+        "return [...document.querySelectorAll('.pane .t')].map(t => t.style.background)"
+    )
+    assert "var(--plus)" in tokens[0]
+    assert browser.messages() == []
+
+
+def test_without_evaluations_the_overview_shows_a_prompt_of_several_steps(browser, tmp_path):
+    write_run(tmp_path, steps=3, held_out=())
+    opened(browser, tmp_path)
+    assert "3 steps · reward 0.00 → 0.67" in texts(browser, "h2")[0]
+    assert texts(browser, ".pane:first-child article .bar b:first-child") == ["reward 1"] * 2
+    assert texts(browser, ".pane:first-child > .bar b") == ["Prompts of several steps"]
+    assert len(texts(browser, ".strip i")) == 3
+
+
 def test_the_page_shows_curves_completions_and_tokens_without_a_request(browser, tmp_path):
     write_run(tmp_path, steps=6)
-    opened(browser, tmp_path)
-    assert texts(browser, "figcaption b") == ["reward", "rewards/a/mean", "entropy"]
+    opened(browser, tmp_path, view="tab=curves")
+    assert texts(browser, "figcaption b") == ["reward", "rewards/a/mean"]
+    assert texts(browser, "summary") == ["Constant metrics (1): entropy 1.5"]
     pixels = "c.canvas.getContext('2d').getImageData(0, 0, 400, 150).data"
     assert browser.run(f"return charts.every(c => {pixels}.some(x => x > 0))")
-    browser.press("2")
+    browser.press("3")
     assert texts(browser, STEP) == ["step 6"]
-    assert each_card(browser, "card.row.advantage") == [1.0, 0.5, -0.5, -1.0]
+    assert texts(browser, ".prompt") == ["first?", "user: second?\n"]  # once for each group
+    assert each_card(browser, "card.row.advantage") == [1.0, -1.0, 0.5, -0.5]
     assert texts(browser, "article.card pre:last-child")[0] == " one two⏎\n end"
     colours = each_card(browser, "card.querySelector('.t').style.background")
-    assert all("var(--hot)" in colour for colour in colours)
+    assert ["var(--plus)" in colour for colour in colours] == [True, False] * 2
     assert browser.run("return performance.getEntriesByType('resource').length") == 0
     assert browser.messages() == []
+
+
+def test_the_ticks_are_round_and_differ(browser, tmp_path):
+    write_run(tmp_path, steps=2)
+    opened(browser, tmp_path)
+    for low, high, expected in [
+        (0.117, 0.875, ["0", "0.5", "1"]),
+        (-0.415, 0.0194, ["-0.6", "-0.4", "-0.2", "0", "0.2"]),
+        (1.0000002, 1.0000005, ["1.0000002", "1.0000003", "1.0000004", "1.0000005"]),
+        (2e-7, 9e-7, ["0", "5e-7", "0.000001"]),
+        (103, 98_000, ["0", "50K", "100K"]),
+    ]:
+        script = "const [all, by] = ticks(...given, 3); return all.map(y => tickText(y, by))"
+        assert browser.run(script, low, high) == expected
+
+
+def test_a_phone_scrolls_in_one_direction_only(browser, tmp_path):
+    write_run(tmp_path, steps=3, words=[" word" * 9, "x" * 300, " end"], more="y" * 300)
+    opened(browser, tmp_path)
+    try:
+        browser.resize(390, 844)
+        for key in "12345":
+            browser.press(key)
+            size = "const e = document.documentElement; return e.scrollWidth - e.clientWidth"
+            assert browser.run(size) == 0, key
+        browser.press("3")
+        assert not browser.run("return $('sort').checkVisibility()")
+        browser.run("document.querySelector('.more').click()")
+        assert browser.run("return $('sort').checkVisibility()")
+    finally:
+        browser.resize(1280, 900)
 
 
 def test_pointing_at_a_token_shows_its_numbers(browser, tmp_path):
@@ -85,26 +159,31 @@ def test_keys_change_the_step_the_colour_and_the_group(browser, tmp_path):
     browser.press(LEFT, LEFT, RIGHT)
     assert texts(browser, STEP) == ["step 2"]
     browser.press("c")
-    assert browser.run("return state.colour") == "entropy"
-    browser.press("j", "j", "g")  # side by side: the group of the second completion
-    assert len(texts(browser, ".sides > article.card")) == 2
-    assert set(each_card(browser, "card.row.prompt.at(-1).at(-1)")) == {"second?"}
+    assert browser.run("return state.colour") == "logp"
+    browser.press("j", "j", "j", "g")  # only the group of the third completion
+    assert each_card(browser, "card.row.prompt.at(-1).at(-1)") == ["second?"] * 2
     browser.press("e")
-    assert texts(browser, STEP) == ["evaluation after 0 steps"]
+    assert texts(browser, STEP) == ["evaluation before training"]
 
 
 def test_two_runs_are_compared(browser, tmp_path):
     for name in "ab":
-        write_run(tmp_path / name, steps=3, options={"learning_rate": name})
+        write_run(tmp_path / name, steps=3, options={"learning_rate": name, "seed": 0, "beta": 1})
     opened(browser, tmp_path / "a", tmp_path / "b", view="tab=about")
-    assert texts(browser, "tr.differs td") == ["--learning-rate", "a", "b"]
-    browser.press("1")
-    colours = "return charts[0].lines.map(line => line.colour)"
-    assert browser.run(colours) == ["run0", "run0", "run1", "run1"]
-    browser.press("2", "r", "r", "g")  # both runs, a group side by side
+    assert not (tmp_path / "a/view.html").exists()
+    rows = "return [...document.querySelectorAll('#main > table tr')].map(row => row.innerText)"
+    different, *_, set_, last = browser.run(rows)[1:]
+    assert different == "Different"
+    assert (set_, last) == ("Set", "--beta\t1\t1")
+    assert texts(browser, "details td:first-child") == ["--seed"]
+    browser.press("2")
+    assert browser.run("return charts[0].lines.map(line => line.run)") == [0, 0, 1, 1]
+    browser.press("3", "r", "r", "g")  # both runs, the completions of a group side by side
     groups = "return [...$('main').querySelectorAll('.sides > div')].map(side => side.innerText)"
     first, second = browser.run(groups)
     assert first.count("reward 1") == second.count("reward 1") == 2
+    browser.press("1")
+    assert [text[:3] for text in texts(browser, ".pane article")] == ["A r", "B r", "A r", "B r"]
     assert browser.messages() == []
 
 
@@ -142,7 +221,7 @@ return shown().map(i => [i.naturalWidth, i.naturalHeight]);
 def test_pictures_stand_below_their_prompt(browser, tmp_path):
     write_run(tmp_path, steps=2, pictures=[webp("red", (60, 30)), webp("blue", (20, 40))])
     opened(browser, tmp_path, view="tab=completions")
-    assert browser.run(SIZES) == [[60, 30], [20, 40], [20, 40], [60, 30]]  # sorted by advantage
+    assert browser.run(SIZES) == [[60, 30], [20, 40]]
     browser.press("g")
     assert browser.run(SIZES) == [[60, 30]]
     assert browser.run("return performance.getEntriesByType('resource').length") == 0
@@ -150,7 +229,7 @@ def test_pictures_stand_below_their_prompt(browser, tmp_path):
     with Server([Run(tmp_path)], 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         browser.open(f"{server.address}#tab=completions")
-        assert browser.run(SIZES) == [[60, 30], [20, 40], [20, 40], [60, 30]]
+        assert browser.run(SIZES) == [[60, 30], [20, 40]]
         server.shutdown()
 
 
@@ -161,7 +240,7 @@ def test_text_of_a_model_is_never_html_or_script(browser, tmp_path):
     assert commands.main(["view", str(folder), "--out", str(page)]) == 0
     assert "hacked" not in page.read_text()  # of the run, the HTML has only base64
     browser.messages()
-    for tab in ("curves", "prompts", "about", "completions"):
+    for tab in ("overview", "curves", "prompts", "about", "completions"):
         browser.open(f"file://{page}#tab={tab}")
         if tab == "prompts":
             browser.run("while (!allCards().length) await new Promise(setTimeout)")
@@ -186,8 +265,8 @@ def test_a_damaged_run_says_on_the_page_what_is_missing(browser, tmp_path):
         "There are no numbers of tokens: the run had no --log-tokens."
     ]
     missing = "document.querySelectorAll('.pictures .faint').length"
-    browser.run(f"while ({missing} < 4) await new Promise(setTimeout)")
-    assert texts(browser, ".pictures") == ["A picture is missing."] * 4
+    browser.run(f"while ({missing} < 2) await new Promise(setTimeout)")
+    assert texts(browser, ".pictures") == ["A picture is missing."] * 2
     write_run(tmp_path, steps=3)
     tokens = tmp_path / "completions" / "tokens_00003.jsonl.gz"
     tokens.write_bytes(tokens.read_bytes()[:-20])

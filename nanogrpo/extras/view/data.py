@@ -11,16 +11,19 @@ import gzip
 import json
 import re
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from nanogrpo.config import dashed
 from nanogrpo.errors import UserError
+from nanogrpo.extras.options import Config
 from nanogrpo.logs.files import read_records
 
 # The kinds of blocks, named as in the page: c is a step, e an evaluation, t the tokens of a step.
 FILES = {"c": "completions_{}.jsonl", "e": "eval_{}.jsonl", "t": "tokens_{}.jsonl.gz"}
-# columns; more follow
-OWN = "step prompt images completion reward advantage stopped"
+# columns with a place of their own on the page; the last two may have the reference answer
+OWN = "step prompt images completion reward advantage stopped answer solution"
 PICTURE = re.compile(r"pictures/([0-9a-f]{16})\.webp")  # extras/vision/processor.py
 PREVIEW = 160  # characters of each prompt in the index
 
@@ -56,6 +59,7 @@ def completion(record: dict) -> dict:
         "prompt": prompt,
         "images": PICTURE.findall(str(record.get("images"))),
         "completion": record["completion"],
+        "answer": simple(record.get("solution", record.get("answer", ""))),
         "reward": number(record["reward"]),
         "advantage": number(record["advantage"]),
         "stopped": record["stopped"],
@@ -131,8 +135,8 @@ class Run:
         return gzip.compress("\n".join(map(json.dumps, self.read(kind, step))).encode(), 6, mtime=0)
 
     def index(self) -> dict:
-        """Return the curves, the options, the prompts of each step, and sentences about what is
-        missing.
+        """Return the curves, the options, which of them are not at their default, the prompts of
+        each step, and sentences about what is missing.
         """
         records = [*read_records(self.log)]
         blocks = {kind: [[s, self.groups(kind, s)] for s in self.steps(kind)] for kind in "ce"}
@@ -143,12 +147,14 @@ class Run:
         elif not tokens:
             notes.append("There are no numbers of tokens: the run had no --log-tokens.")
         head: dict = next((r for r in reversed(records) if "run" in r), {"run": {}})
-        options = {f"--{name.replace('_', '-')}": x for name, x in head["run"].items()}
-        about = {name: x for name, x in head.items() if name != "run"} | options
+        options = {f"--{dashed(name)}": json.dumps(x) for name, x in head["run"].items()}
+        usual = {f"--{dashed(f.name)}": json.dumps(f.default, default=str) for f in fields(Config)}
+        about = {name: json.dumps(x) for name, x in head.items() if name != "run"}
         prompts = (json.loads(key)[0] for key in self.prompts)
         return {
             "name": str(self.folder),
-            "about": {name: json.dumps(x).strip('"') for name, x in about.items()},
+            "about": {name: x.strip('"') for name, x in (about | options).items()},
+            "set": [name for name, x in options.items() if x != usual.get(name)],
             "curves": curves(r for r in records if "run" not in r),
             "blocks": blocks,
             "tokens": tokens,

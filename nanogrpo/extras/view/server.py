@@ -1,8 +1,9 @@
 """Look at a run in the browser: `nanogrpo view RUN [RUN2] [--serve]`.
 
-In: the output folders of one or two runs. Out: RUN/view.html, a page that needs no
-network and no other file. With --serve, a small server on this machine sends the page, and reads
-the files again while the run goes on. The page itself is view.html. Read before: data.py.
+In: the output folders of one or two runs. Out: RUN/view.html or, for two runs, RUN/view_RUN2.html.
+This page needs no network and no other file. With --serve, a small server on this machine sends the
+page, and reads the files again while the run goes on. The page itself is view.html. Read before:
+data.py.
 
 The page contains the data as gzip in base64, so nothing that a model wrote can become HTML. A step
 is unpacked only when the page shows it, so even the page of a long run opens at once.
@@ -22,6 +23,7 @@ import os
 import re
 import secrets
 import threading
+import webbrowser
 from collections.abc import Iterable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -166,11 +168,13 @@ def main(argv: list[str]) -> None:
         description="Look at a run in the browser, or compare two: curves, completions and tokens.",
     )
     parser.add_argument("runs", nargs="+", type=Path, help="output folders of one run or two")
-    text = "the page (default: view.html in the first folder)"
+    text = "the page (default: view.html in the first folder; of two runs, view_RUN2.html)"
     parser.add_argument("--out", type=Path, help=text)
     text = "serve the page on this machine instead, and keep it up to date"
     parser.add_argument("--serve", action="store_true", help=text)
     parser.add_argument("--port", type=int, default=0, help="port of --serve (default: a free one)")
+    text = "also open the page in the browser"
+    parser.add_argument("--open", action="store_true", help=text)
     args = parser.parse_args(argv)
     if len(args.runs) > 2:
         raise UserError(f"{len(args.runs)} runs are given: name one, or two to compare.")
@@ -178,8 +182,14 @@ def main(argv: list[str]) -> None:
     if args.serve:
         with Server(runs, args.port) as server, contextlib.suppress(KeyboardInterrupt):
             print(f"open {server.address} (Ctrl-C ends it)", flush=True)
+            if args.open:
+                webbrowser.open(server.address)
             server.serve_forever()
         return
-    out = args.out or args.runs[0] / "view.html"
+    name = "_".join(["view", *(run.resolve().name for run in args.runs[1:])])
+    out = args.out or args.runs[0] / f"{name}.html"
     write(runs, out)
-    print(f"{out} ({out.stat().st_size / 2**20:.1f} MiB)")
+    address = out.resolve().as_uri()
+    print(f"{address} ({out.stat().st_size / 2**20:.1f} MiB)")
+    if args.open:
+        webbrowser.open(address)
