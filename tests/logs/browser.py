@@ -50,7 +50,8 @@ class Browser:
         return self._post("/execute/async", {"script": source, "args": list(args)})
 
     def resize(self, width: int, height: int, dark: bool = False) -> None:
-        """Set the size of the page, and whether it is shown in dark colours."""
+        """Set the size of the page, without scroll bars, and whether it has dark colours."""
+        self._command("Emulation.setScrollbarsHidden", hidden=True)
         self._command(
             "Emulation.setDeviceMetricsOverride",
             width=width,

@@ -1,0 +1,48 @@
+"""Take the pictures of `nanogrpo view` in the documentation: python -m docs.img.view RUN
+
+In: the output folder of a run with --eval-steps 5, --log-completions and --log-tokens, such as that
+of `make demo`. Out: view.png, view_dark.png and view_phone.png in this folder. This program needs
+chromium and chromedriver. Read next: tests/logs/browser.py.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from nanogrpo.extras.view.data import Run
+from nanogrpo.extras.view.server import write
+from tests.logs.browser import open_browser
+
+HERE = Path(__file__).parent
+# Show a problem whose answer the steps 6 to 10 have corrected.
+CORRECTED = """
+const was = (problem, i) => quality(problem.visits[0][i].mean);
+pick(story.problems.find(problem => was(problem, 1) === 0 && was(problem, 2) === 1));
+"""
+# name, size, whether it is dark, the state of the page, and what happens there
+PICTURES = [
+    ("view", (1280, 860), False, "step=10", CORRECTED),
+    ("view_dark", (1280, 700), True, "tab=completions&step=10", ""),
+    ("view_phone", (390, 844), False, "step=10", CORRECTED),
+]
+
+
+def main(run: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder, open_browser() as browser:
+        assert browser, "chromedriver is not on the path"
+        page = Path(folder) / "view.html"
+        write([Run(run)], page)
+        for name, size, dark, view, script in PICTURES:
+            browser.resize(*size, dark)
+            browser.open(f"{page.as_uri()}#{view}")
+            browser.run(script)
+            browser.settle()
+            if dark:
+                browser.point_at(".t[style*='70%']")
+            (HERE / f"{name}.png").write_bytes(browser.picture())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
