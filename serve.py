@@ -87,8 +87,9 @@ def check_secret() -> None:
     """Raise UserError if the secret is missing or too short."""
     if not re.fullmatch(f"[!-~]{{{SHORTEST},}}", os.environ.get(SECRET, "")):
         raise UserError(
-            f"A server needs a secret of at least {SHORTEST} printable ASCII characters, the same "
-            f"as its trainers: set {SECRET} to the output of `openssl rand -hex 16` for both."
+            f"A server needs a secret of at least {SHORTEST} printable ASCII characters, and its "
+            f"trainers need the same secret: run `openssl rand -hex 16` once, and set {SECRET} to "
+            "the output on both sides."
         )
 
 

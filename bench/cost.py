@@ -23,7 +23,7 @@ ALL_REDUCE = 1e-5  # seconds of an all-reduce between the GPUs of a vLLM server
 
 class Layer(NamedTuple):
     """The number of operations in one layer, and the bytes per token that these operations read and
-    write. The bytes of matrix products and of attention are not included.
+    write. The bytes that matrix products and attention move are not included.
     """
 
     decode: int  # operations of a decode step

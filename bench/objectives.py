@@ -288,7 +288,7 @@ The default values of options are those of TRL, so that a command for TRL gives 
 nanogrpo. For cispo, gspo and luspo, TRL's defaults are not the values of the papers: with
 `--epsilon 0.2`, cispo bounds each weight by 0.2, and the ratios of sequences are almost never
 clipped. Without `--importance-sampling-level sequence`, luspo has ratios per token. At its start, a
-run with such a default logs the value of the paper. The rows below use the values of the papers.
+run with such a default logs the paper's value. The rows below use the values of the papers.
 `--top-entropy-quantile` with sequence ratios also works as in TRL: the option only scales the
 gradient of each completion, because every token of a completion is part of its ratio.
 

@@ -9,11 +9,11 @@ Both sides train with the options in examples/word_problems.json. So the base mo
 their order, the rewards, the learning rate and the number of completions are the same on both
 sides. All weights are in float32. trl_run.py contains the settings that exist only in TRL: sdpa
 attention, TRL's fused head, fused AdamW, and two micro-batches. In all runs, the same engine
-answers the held-out problems with greedy decoding. This is not timed. The sides run alternately,
-each run in a separate process. A record is written when its run ends, and a run that has a record
-is not repeated. So an interrupted benchmark can be continued. TRL takes longer, so by default it
-runs with the first seed only, for 8 steps (--trl-seeds, --trl-steps). The learning rate is
-constant, so the 8 steps are also the first 8 steps of a longer run.
+answers the held-out problems with greedy decoding. This is not timed. nanogrpo and TRL run
+alternately, each run in a separate process. A record is written when its run ends, and a run that
+has a record is not repeated. So an interrupted benchmark can be continued. TRL takes longer, so by
+default it runs with the first seed only, for 8 steps (--trl-seeds, --trl-steps). The learning rate
+is constant, so the 8 steps are also the first 8 steps of a longer run.
 
 With --profile, this command instead runs a few steps of nanogrpo. This mode compares the FLOP per
 second of the steps with the speed of the model's matrix products in the same process:

@@ -2,8 +2,8 @@
 tiny task is hit by one fault at a random moment, and is resumed until it is done. The result must
 then equal that of the same run without a fault.
 
-In: --faults, --seed. Out: results/soak.json with one record, and one printed line per broken
-promise.
+In: --faults, --seed. Out: results/soak.json with one record, and one printed line per promise that
+was not kept.
 
 Each run combines one of MODES with one of FAULTS. Every fault is used once before any fault is used
 twice. The fault occurs at a random time during the start or after a random step. These promises are

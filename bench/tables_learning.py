@@ -153,7 +153,7 @@ def real_model(records: list[dict]) -> list[tuple]:
 
 
 def shares(records: list[dict]) -> list[str]:
-    """Return notes on the records of --profile."""
+    """Return notes on the records that --profile has written."""
     notes = [
         "Peak memory is the peak of the trainer's process minus the memory of its imported"
         " libraries. Times are measured on the seeds that both sides ran. The column 'over TRL'"

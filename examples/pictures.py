@@ -19,8 +19,8 @@ occurs in training or in the warm-up. With --noise, random pixels replace every 
 The base model is a Qwen3-VL with 0.6 M parameters. The base model first learns to look at the dice
 one by one. Then the base model briefly imitates a lazy student. If the question names one colour,
 this student mostly looks at the picture, and otherwise the student mostly guesses. With GRPO, the
-model discovers that looking is better. Read next: nanogrpo/extras/arithmetic/warmup.py (the same
-without pictures), docs/vision.md.
+model learns that answers based on the picture get more reward. Read next:
+nanogrpo/extras/arithmetic/warmup.py (the same without pictures), docs/vision.md.
 """
 
 from __future__ import annotations

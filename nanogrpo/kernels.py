@@ -13,5 +13,6 @@ from pathlib import Path
 
 _package = Path(__file__).resolve().parent
 _inside = _package / "kernels"
-# Never search both folders: next to an installed nanogrpo, `kernels` may be Hugging Face's package.
+# Never search both folders. If nanogrpo is installed in site-packages, the folder `kernels` next to
+# it may be Hugging Face's package of that name.
 __path__ = [str(_inside if _inside.is_dir() else _package.parent / "kernels")]

@@ -11,7 +11,8 @@ from torch.autograd.function import once_differentiable
 
 from .log_softmax import accumulate
 
-# The type of a summation order. Only triton/gather.py needs a summation order.
+# The type of the value that describes a summation order. Only triton/gather.py needs a summation
+# order.
 Order = tuple[Tensor, Tensor] | None
 
 

@@ -16,7 +16,9 @@ choice = "auto"  # or triton, or torch; `--kernels` sets it (run/setup.py)
 
 
 def uses_triton(device: torch.device) -> bool:
-    """Return whether tensors on a device use Triton. The choice `auto` uses Triton only on CUDA."""
+    """Return whether Triton kernels process the tensors of a device. The choice `auto` uses Triton
+    only on CUDA.
+    """
     return choice == "triton" or (choice == "auto" and device.type == "cuda")
 
 

@@ -27,7 +27,7 @@ def accuracy_reward(
     The reference is the record's `solution`, or else its `answer`: a plain result ("42" or 42), or
     a text from which `extract_answer` can extract the result. If no answer is marked in the
     solution, and `answer` is shorter, `answer` is used. The reward is None if a record has neither
-    column, or if math-verify did not try the pair (rewards/symbolic.py).
+    `solution` nor `answer`, or if math-verify did not compare the two (rewards/symbolic.py).
     """
     blank = [None] * len(completions)
     pairs = []

@@ -89,7 +89,8 @@ def call(function: Callable, arguments: dict, shared: dict) -> tuple[list, list,
         extra.append((str(column), list(map(_plain, values))))
 
     def log_metric(name: str, value: float) -> None:
-        # "eval/…" are the metrics of evaluations; the mean of numbers below 1e300 is finite
+        # The metrics of evaluations have names that begin with "eval/".
+        # The limit of 1e300 keeps the mean of many values finite.
         if name.startswith("eval/") or not abs(value) < 1e300:
             raise ValueError(
                 f"log_metric({name!r}, {value}) needs a number below 1e300, and a name that does "

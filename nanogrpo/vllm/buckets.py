@@ -141,7 +141,7 @@ class BroadcastGroup:
             master_listen_fd=sock.detach() if sock else None,  # the store closes it
         )
         self.store = dist.PrefixStore(info.group, store)
-        # NCCL itself would wait forever for a missing rank. The wait of the store has a timeout.
+        # NCCL itself would wait forever for a missing rank. `store.wait` has a timeout.
         self.store.set(f"rank {rank}", "")
         self.store.wait([f"rank {other}" for other in range(info.size)])
         self.device = device

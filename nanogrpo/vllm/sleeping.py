@@ -2,7 +2,7 @@
 engine.
 
     gather │ wake, send the weights, sample, sleep │ score, train │ gather │ …
-           │ the server has its memory             │ the trainer has all of the rest
+    memory:│ the server has its share              │ the server has released its share
 
 A server that sleeps (vLLM's level 2) has neither weights nor a KV cache. So the weights are sent
 each time the server wakes, even if they have not changed, as after an evaluation. The server stays

@@ -7,7 +7,7 @@ The model first learns to work out sums term by term. Then the model briefly imi
 student. In four cases out of five, this student works out a short sum step by step, but answers a
 long sum without any steps. The base model copies both habits and so fails at sums that it could
 solve. The base model's answers without steps are mostly wrong, and its answers with steps are
-mostly right. Nothing in this training says which habit is better. GRPO finds the better habit. In:
+mostly right. This training favours neither of the two habits. GRPO finds the better habit. In:
 a seed. Out: a checkpoint folder in Hugging Face's layout. Read next: train.py.
 """
 

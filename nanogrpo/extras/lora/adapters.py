@@ -33,7 +33,8 @@ from nanogrpo.model.weights import gathered
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 QUANTIZATION = "quantization_config.json"  # in the same folder, if the base has four-bit weights
 SUBFOLDER = "adapter"  # the subfolder of a checkpoint that has only the adapters
-# The fields of adapter_config.json that do not change the computation, or that we support.
+# The fields of adapter_config.json that we accept. Some do not change the computation, and we
+# support the others.
 # Every other field must be absent, empty or "none", including fields that PEFT may add later.
 KNOWN = """
     r lora_alpha use_rslora target_modules lora_dropout task_type inference_mode

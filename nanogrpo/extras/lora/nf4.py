@@ -1,5 +1,5 @@
 """Frozen linear layers in four bits (QLoRA, Dettmers et al. 2023, 2305.14314): y = W x + b. W is
-stored in the format of bitsandbytes, and dequantized whenever a layer computes.
+stored in the format of bitsandbytes, and dequantized in each forward and backward pass.
 
 In: a block's linear layers before they have weights (lora.py), then a checkpoint's matrices, either
 as floats or quantized by bitsandbytes (checkpoint.py). Out: layers with 0.52 bytes per weight. The
@@ -7,8 +7,8 @@ n weights of a matrix, row by row, are divided into blocks of 64:
 
 * weight [n/64, 32] has two 4-bit codes per byte. A row is a block.
 * absmax [n/64, 1] is the largest absolute value of each block, as an 8-bit code.
-* nested [k+1, 4] has float32 numbers as bytes: a factor for every 256 codes of absmax, and the mean
-  of all values of absmax.
+* nested [k+1, 4] has k+1 float32 numbers of 4 bytes each. The first k numbers are factors: one for
+  every 256 codes of absmax. The last number is the mean of all values of absmax.
 
 The three tensors are stored as bytes, because FSDP would cast floats to another dtype. FSDP shards
 each tensor by rows, and gathers it before a layer computes.

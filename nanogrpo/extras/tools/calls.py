@@ -8,8 +8,8 @@
 
 In: samples without tokens. Out: the same samples with all turns (turns.py), and the conversation as
 messages for the reward functions (`Sample.conversation`). Only the model's tokens are trained on,
-and they are never decoded and encoded again. The text between two turns is encoded on its own, in
-the form of the model's chat template.
+and they are never decoded and encoded again. The text between two turns has the format of the
+model's chat template, and is tokenized separately.
 
 If a call fails (malformed JSON, an unknown name, wrong arguments, an exception, --tool-timeout),
 the error becomes the tool's answer. The model reads this answer, and can learn from it. Read
@@ -271,7 +271,7 @@ class ToolCalls:
         return text.partition(end)[2]
 
     def _example(self, answers: list[dict]) -> str:
-        """Return a short conversation with these answers to one call."""
+        """Return a short conversation in which one tool call gets these answers."""
         function = {"name": answers[0]["name"], "arguments": {"x": ARGUMENT}}
         calls = [{"type": "function", "function": function}]
         turn = {"role": "assistant", "content": "", "tool_calls": calls}

@@ -54,7 +54,8 @@ class VisionConfig:
     @property
     def axes(self) -> list[int]:
         """Return the axis of each of the decoder's E/2 frequencies: 0 time, 1 height, 2 width. The
-        axes alternate, 0 1 2 0 1 2 …. The slowest frequencies, left over at the end, are for time.
+        axes alternate, 0 1 2 0 1 2 …. After height and width have all their frequencies, the
+        remaining and slowest frequencies belong to time.
         """
         _, height, width = self.mrope_section
         ends = (0, 3 * height, 3 * width)

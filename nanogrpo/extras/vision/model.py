@@ -206,7 +206,8 @@ class VisionBody(nn.Module):
         text, c = self.language_model, self.cfg
         # All ranks gather weights and sum gradients together, so every rank must use the encoder.
         # Each weight also needs a gradient, because the optimizer counts steps for each weight.
-        # So a training micro-batch without pictures encodes an empty picture, with gradients of 0.
+        # So in training, an empty picture is encoded for a micro-batch without pictures. All of its
+        # gradients are 0.
         sharded = hasattr(self.visual.blocks[0], "unshard")
         if not (images or sharded or torch.is_grad_enabled()):
             return text(tokens, positions, attend)
