@@ -263,7 +263,7 @@ The tables show accuracies as means ± standard deviations over the seeds. One p
 of 0.01. The column `held-out` is the accuracy after the last step, on problems that do not occur in
 training. For the word problems, each of 120 problems gets four sampled answers. The column
 `training` is the mean accuracy of all answers that were sampled for training, so `training` is
-higher if a run learns sooner. The column `entropy` is the entropy in the last step. This entropy
+higher if a run learns sooner. The column `entropy` is the entropy in the last step. The entropy
 tends to stay higher if a run learns less. The column `clipped` is the fraction of tokens that have
 no gradient because of the objective. For gspo and luspo, `clipped` is the fraction of sequences
 without a gradient. For cispo, `clipped` is the fraction of tokens whose ratio is clipped. Clipped
