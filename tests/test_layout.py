@@ -124,7 +124,7 @@ ONLY_IN = {
     "wandb": "nanogrpo/extras/dashboards.py tests/",
     "trackio": "nanogrpo/extras/dashboards.py tests/",
     "tensorboard": "nanogrpo/extras/dashboards.py tests/",
-    "matplotlib": "nanogrpo/extras/plot.py bench/ examples/ docs/img/draw.py",
+    "matplotlib": "nanogrpo/extras/plot.py bench/ examples/ docs/img/",
 }
 
 

@@ -3,7 +3,7 @@
 In: nothing; the clip is drawn with the code of kernels/reference/policy.py. Out: loop.svg,
 timeline.svg, strip.svg, head.svg, clip.svg and reading_map.svg in this folder. They are narrow
 enough for a phone, and have a second set of colors for a dark theme. Their text stays text, so the
-files are small.
+files are small. Read next: troubles.py, which draws the curves of docs/troubleshooting.md.
 """
 
 from __future__ import annotations
