@@ -25,7 +25,7 @@ pick(story.problems.find(problem => was(problem, 1) === 0 && was(problem, 2) ===
 PICTURES = [
     ("view", (1280, 860), False, "step=10", CORRECTED),
     ("view_dark", (1280, 700), True, "tab=completions&step=10", ""),
-    ("view_phone", (390, 844), False, "step=10", CORRECTED),
+    ("view_phone", (390, 720), False, "step=10", CORRECTED),
 ]
 
 

@@ -97,7 +97,7 @@ def test_the_page_shows_curves_completions_and_tokens_without_a_request(browser,
     assert browser.run(f"return charts.every(c => {pixels}.some(x => x > 0))")
     browser.press("3")
     assert texts(browser, STEP) == ["step 6"]
-    assert texts(browser, ".prompt") == ["first?", "user: second?\n"]  # once for each group
+    assert texts(browser, ".prompt") == ["first?", "user: second?"]  # once for each group
     assert each_card(browser, "card.row.advantage") == [1.0, -1.0, 0.5, -0.5]
     assert texts(browser, "article.card pre:last-child")[0] == " one two⏎\n end"
     colours = each_card(browser, "card.querySelector('.t').style.background")
