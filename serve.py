@@ -44,7 +44,7 @@ FIXED = {
     "--allowed-media-domains": "pictures.invalid",  # requests contain pictures, not URLs
 }
 
-# Options on a CPU, unless the user gives others.
+# Options for vLLM on a CPU, which the user can override.
 # Chunked prefill is off, so that no prompt is split.
 # After a split, vLLM would reset the request's random stream, which fails on a CPU.
 # Blocks are short, because the completions of a group share only full blocks of their prompt.
@@ -155,7 +155,7 @@ def set_environment() -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.pop("VLLM_API_KEY", None)  # vLLM would require this key instead of our secret
     # spawned workers must find nanogrpo, too
-    root = str(Path(nanogrpo.__file__).absolute().parents[1])  # not resolved: it may be a link
+    root = str(Path(nanogrpo.__file__).absolute().parents[1])  # links are not followed
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
 
 

@@ -1,8 +1,8 @@
 """Compute log-probs, entropies, the policy loss and its gradients at the output head, in chunks of
 tokens, without ever storing all logits.
 
-In: hidden [M, D], lm_head [V, D], targets [M], `LossInputs` [M]. Out: vectors [M], and in the
-backward dhidden [M, D] and dhead [V, D]. Matrix products are computed by cuBLAS, or on a CPU by
+In: hidden [M, D], lm_head [V, D], targets [M], `LossInputs` [M]. Out: vectors [M]. The backward
+returns dhidden [M, D] and dhead [V, D]. Matrix products are computed by cuBLAS, or on a CPU by
 linear.py. All other operations are functions of the package `ops`, which is reference/ (PyTorch) or
 triton/ (kernels with the same names). So reference/ and triton/ share the loop over chunks and the
 two autograd Functions below. Read next: nanogrpo/model/head.py.
@@ -16,7 +16,7 @@ Derivation. The contribution of token i to L depends only on h_i and W, and weig
             backward only multiplies the gradients by the upstream scalar.
 Work.       The head needs three matrix products, or 6·M·V·D FLOP. If the backward recomputed the
             logits, four products (8·M·V·D) would be needed. At M = 8192, V = 151,936 and 790
-            TFLOP/s, the three products take 9.7 / 19.4 / 38.7 ms for D = 1024 / 2048 / 4096.
+            TFLOP/s, the three matrix products take 9.7 / 19.4 / 38.7 ms for D = 1024 / 2048 / 4096.
 Memory.     The head stores one chunk of C rows of logits (2·C·V bytes in bfloat16, 2.5 GB at C =
             8192), dW in float32 (4·V·D bytes) and dh.
 Bytes.      The logits are read and written once, in place: 4·M·V bytes (1.16 ms at 4.3 TB/s). Each
@@ -27,12 +27,13 @@ Reference.  A test compares the results with those of `log_softmax_forward` and 
             all logits at once (tests/model/test_head.py).
 
 If the factor of a token depends on the log-probs of other tokens (sequence-level ratios or masks),
-the forward pass cannot compute the gradients. Losses with such factors use `HeadLogp`. The backward
-of `HeadLogp` recomputes the logits, so four matrix products are needed.
+the forward pass cannot compute the gradients. Losses in which a token's factor depends on other
+tokens use `HeadLogp`. The backward of `HeadLogp` recomputes the logits, so four matrix products are
+needed.
 
 `HeadPolicyLoss` and the backward of `HeadLogp` select rows with `nonzero`. To learn the number of
-rows, the host waits for the device. This wait takes microseconds, while the head takes
-milliseconds.
+rows, the host waits for the device. The wait for the device takes microseconds, while the head
+takes milliseconds.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class HeadPolicyLoss(torch.autograd.Function):
                 dhidden[index] = product(dlogits, lm_head.T)
             if need_dhead:
                 dhead = _add_product(dhead, dlogits, h)
-            del logits, dlogits  # frees them before the next chunk
+            del logits, dlogits  # frees the tensors before the next chunk
 
         loss = (inputs.weight * terms).sum()
         if inputs.entropy_weight is not None:
@@ -168,7 +169,8 @@ def _buffer(hidden: Tensor, lm_head: Tensor, chunks: Sequence[Tensor]) -> Tensor
 
 
 def _add_product(total: Tensor | None, dlogits: Tensor, h: Tensor) -> Tensor:
-    """Add dlogitsᵀ h [V, D] to the total in place. If total is None, return only the product.
+    """Add the product dlogitsᵀ h [V, D] to `total` in place. If `total` is None, return the
+    product.
 
     The total has the dtype that `accumulate` returns. A total in bfloat16 would have an error that
     grows with the number of chunks (from 1.6e-3 for one chunk to 2.6e-3 for 8).
@@ -188,7 +190,7 @@ def _add_product(total: Tensor | None, dlogits: Tensor, h: Tensor) -> Tensor:
 
 
 def _complete(total: Tensor | None, lm_head: Tensor) -> Tensor:
-    """Return the sum over the chunks, or zeros if there were no chunks."""
+    """Return `total`, the gradient summed over all chunks, or zeros if there were no chunks."""
     if total is None:
         return torch.zeros_like(lm_head, dtype=accumulate(lm_head.dtype))
     return total

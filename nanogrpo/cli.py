@@ -38,7 +38,7 @@ DEBUG: Options = {
     "data": (f"{SUMS}/train.jsonl",),
     "eval_data": (f"{SUMS}/held_out.jsonl",),
     "output_dir": "runs/debug",
-    "overwrite_output_dir": True,  # the preset is run again after each code change
+    "overwrite_output_dir": True,  # because the preset is run after each code change
     "max_steps": 4,
     "num_generations": 8,
     "generation_batch_size": 32,

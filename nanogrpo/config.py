@@ -3,11 +3,11 @@
     Config(model="runs/base", data=("arithmetic",)).validate()
 
 In: values, usually from the command line (cli.py). Out: a `Config`, which is frozen. Creating a
-`Config` with a value of the wrong type raises a UserError. `validate` raises a UserError for any
-other invalid value. The message of the error names the option and says what to do. Options have the
-same names as in TRL's GRPOConfig wherever the meaning is the same (docs/trl.md). To add an option,
-add a field to `Config`. The command line, the help, the JSON file and the checks are all derived
-from the fields. Extras add their own options in a subclass. Read next: train.py.
+`Config` with a value of the wrong type raises a UserError. `validate` raises a UserError if a value
+of the right type is invalid. The message of a UserError names the option and says what to do.
+Options have the same names as in TRL's GRPOConfig wherever the meaning is the same (docs/trl.md).
+To add an option, add a field to `Config`. The command line, the help, the JSON file and the checks
+are all derived from the fields. Extras add their own options in a subclass. Read next: train.py.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Config:
     )
     cache_tokens: int | None = free_option(
         None,
-        "tokens in the cache of keys and values on a GPU, at least one sequence; default: as"
+        "size in tokens of the key/value cache on a GPU, at least one sequence; default: as"
         " many as fit, at most the longest sequence in each slot",
         "> 0",
     )
@@ -199,7 +199,7 @@ class Config:
     )
     scale_rewards: str = option(
         "group",
-        "grpo: divide by the standard deviation of the group, of the batch, or do not divide",
+        "grpo: divide advantages by the standard deviation of the group or batch, or do not divide",
         choices=("group", "batch", "none"),
         words={"true": "group", "false": "none"},
     )

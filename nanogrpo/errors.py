@@ -15,8 +15,8 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2
 
 
 class UserError(Exception):
-    """An error whose message is one sentence: what is wrong, where, and what to do about it. For
-    several mistakes in the options, it has several arguments, and one line for each.
+    """An error whose message is one sentence: what is wrong, where, and what to do about it. An
+    error about several mistakes in the options has one argument and one line for each mistake.
 
     The message may quote a user's exception, which may quote what a model wrote. Control characters
     in the message are replaced, because a terminal would interpret them.
@@ -54,7 +54,7 @@ def reading(
         raise
     except BaseException as e:  # see above
         reason = first_sentence(e)
-        if isinstance(e, LookupError | TypeError):  # such a message is often only a name
+        if isinstance(e, LookupError | TypeError):  # their message is often only a name
             reason = f"{type(e).__name__}: {reason}"
         where = what() if callable(what) else what
         raise UserError(f"{where} {problem} ({reason}): {advice}.") from e
@@ -96,8 +96,9 @@ def text_of(error: BaseException) -> str:
 
 def first_sentence(error: BaseException) -> str:
     """Return the first sentence of an error's message, without the source location or error number
-    at its start. Errors from C++ have advice and a stack trace after this sentence. For torch's
-    CheckpointException, which contains errors of several ranks, use the first of these errors.
+    at its start. Errors from C++ have advice and a stack trace after the first sentence. For
+    torch's CheckpointException, which contains errors of several ranks, use the first of these
+    errors.
     """
     if failures := getattr(error, "failures", None):
         error = next(iter(failures.values()))[0]

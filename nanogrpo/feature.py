@@ -37,7 +37,7 @@ def first(answers: Iterable[T | None]) -> T | None:
 
 
 class Feature:
-    # Whether the loss has a term without the advantage. If so, no completion may be left out.
+    # Whether the loss has a term without the advantage, so that no completion may be left out.
     all_gradients = False
 
     # --- before the first step, in this order ---

@@ -48,7 +48,7 @@ class Conversation:
     """The conversation that reward functions receive instead of the text of a completion."""
 
     messages: list[dict]
-    # further arguments of reward functions, by name, until the reward is known
+    # further arguments of reward functions, by name; emptied once the reward is known
     arguments: dict = field(default_factory=dict)
 
 
@@ -68,7 +68,7 @@ class Sample:
     stopped: bool
     versions: list[int]  # the version of the weights that sampled each token
     # for each token: True if the model sampled it, False if it was inserted and is not trained on;
-    # None: the model sampled all tokens, as always without features
+    # None: the model sampled all tokens, which is always so without features
     is_model_token: list[bool] | None = None
     text: str = ""  # the decoded completion, without special tokens
     # replaces `text` as the argument of reward functions; None: the text

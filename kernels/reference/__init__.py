@@ -1,7 +1,7 @@
 """The PyTorch functions that run on a CPU and define what the kernels must compute. The package
 triton/ has the same files and functions (`policy_terms` is called `terms` there). The functions of
-a decoder block return the dtype of their input. All other functions return float32, or float64 for
-float64 inputs. Read next: policy.py, the GRPO loss of a token.
+a decoder block return the dtype of their input. The functions of the output head return float32, or
+float64 for float64 inputs. Read next: policy.py, the GRPO loss of a token.
 """
 
 from .fused_rows import policy_rows_

@@ -49,7 +49,7 @@ def log_softmax_forward(
         t = (x - q[:, None]) / temperature
         e = t.exp()
         s = e.sum(-1)  # [n]
-        # `where` instead of a product: 0 · -inf is NaN
+        # `where` instead of a product, because 0 · -inf is NaN
         entropy = s.log() - torch.where(e > 0, e * t, 0.0).sum(-1) / s
         logp = t.gather(1, targets[rows, None]).squeeze(1) - s.log()
         out[:, rows] = torch.stack([logp, entropy, q, s.log()])

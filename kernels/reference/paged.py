@@ -28,7 +28,7 @@ def paged_attention(
     values[newest, :, positions % size] = v
     columns = torch.arange(pages.shape[1] * size, device=q.device)
     seen = (columns <= positions[:, None])[:, None]  # [b, 1, S]
-    # zeros in unused places: otherwise, an old NaN in a page would spread
+    # zeros in unused places, because an old NaN in a page would spread
     k, v = (
         x[pages].transpose(1, 2).flatten(2, 3).masked_fill(~seen[..., None], 0.0)  # [b, K, S, E]
         for x in (keys, values)

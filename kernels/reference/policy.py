@@ -27,7 +27,7 @@ from torch import Tensor
 
 # Log-ratios are clamped to ±20 before exp.
 # So a ratio is at most e^20, and the KL, a product of two such factors, is about e^40 at most.
-# Both numbers are finite in float32.
+# Both e^20 and e^40 are finite in float32.
 LOG_RATIO_MAX = 20.0
 
 
@@ -44,8 +44,8 @@ class LossInputs(NamedTuple):
     """The per-token inputs of the loss, all [M] float32."""
 
     advantage: Tensor
-    weight: Tensor  # `token_weight` in nanogrpo/grpo/loss.py; 0: the token is skipped
-    old_logp: Tensor | None = None  # None: on policy, so the ratio is 1
+    weight: Tensor  # computed by `token_weight` in nanogrpo/grpo/loss.py; 0: the token is skipped
+    old_logp: Tensor | None = None  # None: the samples are on policy, so the ratio is 1
     ref_logp: Tensor | None = None  # None: no KL
     importance: Tensor | None = None  # factor of the clipped term, but not of the KL
     entropy_weight: Tensor | None = None  # None: no entropy bonus
@@ -97,7 +97,7 @@ def policy_terms(
 
     loss = l · importance + β · KL, where l is the clipped term below. If a log-prob is NaN, loss
     and gradient must be NaN, so that the trainer detects the error. Therefore each comparison, also
-    in `clipped`, asks where the derivative is zero. For NaN, the comparison is false, so NaN is
+    in `clipped`, tests whether the derivative is zero. A comparison with NaN is false, so NaN is
     kept.
     """
     # ratio: r = π(token) / π_old(token) = exp(logp - old_logp), so dr/dlogp = r, or 0 if clamped

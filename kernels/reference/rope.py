@@ -14,7 +14,7 @@ from .norm import rms_norm
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary position embedding (Su et al. 2021). As in Hugging Face, dimensions i and i +
-    E/2 are a pair.
+    E/2 are rotated as a pair.
 
     The shapes are x [T, heads, E], and cos and sin [T, 1, E] float32. The computation uses at least
     float32, and the result has the dtype of x.

@@ -15,13 +15,13 @@ Derivation. dloss/dx_j = (weight · dl (1[j = y] - p_j) + entropy_weight · p_j 
 Bytes.      The kernel moves 4·N·V bytes in bfloat16 if the second pass hits the L2 cache. If the
             second pass misses the L2 cache, the kernel moves 6·N·V bytes, like separate forward and
             backward kernels. A row of Qwen3 has 304 KB, so one row per multiprocessor needs 40 MB
-            of the 50 MB L2 cache of an H100. A program has 32 warps, so that only one fits on a
+            of the 50 MB L2 cache of an H100. A program has 32 warps, so only one program fits on a
             multiprocessor at a time. On an H100, N = 8192 rows take 2.43 ms, which is the time for
             6·N·V bytes at 3 TB/s. So in practice, even one row per multiprocessor is too much for
             the L2 cache.
-Skipped.    If the gradient of a row is 0 (no advantage, or clipped), the row is filled with zeros
-            and is not read again, unless its log-prob is NaN. This kernel never sees rows whose
-            weight and entropy_weight are both 0: kernels/head.py skips them.
+Skipped.    If the gradient of a row is 0 (its advantage is 0, or its ratio is clipped), the row is
+            filled with zeros and is not read again, unless its log-prob is NaN. This kernel never
+            sees rows whose weight and entropy_weight are both 0: kernels/head.py skips them.
 Reference.  `policy_rows_` in reference/fused_rows.py.
 """
 
@@ -56,7 +56,7 @@ def row_kernel(
     BLOCK: tl.constexpr = R * C
     weight = tl.load(WEIGHT + row)
     y = tl.load(TARGETS + row)
-    zy = tl.load(L + y).to(tl.float32)  # read before the row is overwritten
+    zy = tl.load(L + y).to(tl.float32)  # read now, because the row will be overwritten
     q, l, s = statistics(L, V, k, WIDE, R, C)
     logp, entropy, log_l = results(zy, k, q, l, s)
     tl.store(LOGP + row, logp)

@@ -23,8 +23,8 @@ Exactness.  q is rounded, but every term uses the same rounded q. So fma(x, k, -
             computed, because it needs no further reads.
 Domain.     The kernel requires |max_j z_j| log2(e) < 2^31: logits up to ±1.4e9 at T = 1, or about
             ±100 at T = 1e-7. For larger logits, the rounding of q changes e by a factor of more
-            than 2^64, and sums overflow. The form (x - max) k has no such limit, but needs one more
-            instruction per element.
+            than 2^64, and sums overflow. If the exponent were computed as (x - max) k, logits would
+            have no limit, but each element would need one more instruction.
 Derivation. dlogp/dz_j = 1[j = y] - p_j and dH/dz_j = -p_j (log p_j + H). With the upstream
             gradients g of logp and h of H:  dx_j = (g (1[j = y] - p_j) - h p_j (log p_j + H)) / T,
             where p_j = 2^{fma(x_j, k, -q) - log2 l}. The forward saves q and log2 l.
@@ -46,7 +46,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# The initial maximum. The value is finite, because -inf - -inf would be NaN.
+# The initial maximum, which is finite, because -inf - -inf would be NaN.
 LOWEST = tl.constexpr(-1e30)
 
 # Launch shapes are constants and not autotuned, so tests cover all shapes that are used.
@@ -111,7 +111,7 @@ def statistics(L, V, k, WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     if tail < V:
         o = tail + base
         x = tl.load(L + o, mask=o < V, other=0.0).to(tl.float32)
-        # Pad after the conversion, because float16 cannot represent -1e30.
+        # Pad after the conversion to float32, because float16 cannot represent -1e30.
         # Even after multiplication by k, the padding is far below any q, so e = 0.
         q, l, s = fold(tl.where(o < V, x, 2.0 * LOWEST / k), q, l, s, k)
     q, l, s = merge(q, l, s)

@@ -9,10 +9,10 @@ sample.py.
 Equation.   Over a part p of a row's keys: x = q Kᵀ / √E,  m_p = max x,  l_p = Σ exp(x - m_p),
             o_p = Σ exp(x - m_p) v. Then, with m = max m_p:
             out = Σ_p exp(m_p - m) o_p / Σ_p exp(m_p - m) l_p   (flash-decoding, Dao et al. 2023).
-Parts.      The pages of a row are split into parts. Without this split, one long row would leave
-            most of the GPU idle. The number of parts depends only on b, so a CUDA graph is valid
-            for all lengths. The number of pages per part depends on the row's length. The program
-            for part 0 also handles the newest token and writes it to its page.
+Parts.      The pages of a row are split into parts. If rows were not split into parts, one long row
+            would leave most of the GPU idle. The number of parts depends only on b, so a CUDA graph
+            is valid for all lengths. The number of pages per part depends on the row's length. The
+            program for part 0 also handles the newest token and writes it to its page.
 Groups.     The H/K query heads that share a key head form the rows of one matrix product, padded to
             16 rows for the tensor cores. So each key is read only once.
 Bytes.      The kernel reads 4·K·E bytes per cached token in bfloat16. A layer of Qwen3-0.6B (K = 8,

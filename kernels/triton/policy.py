@@ -13,9 +13,9 @@ Derivation. dr/dlogp = r. The unclipped term min(r, δ) A, called `free` below, 
             that of the smaller term (in the clip range, both terms are r A). dk3/dlogp = 1 - e^x,
             so dKL/dlogp = r · (1 - e^x) + r · k3.
 NaN.        If a log-prob is NaN, loss and gradient are NaN, as in the reference, so that the
-            trainer detects the error. Therefore comparisons ask whether a value is out of range. In
-            `where(|d| > 20, 0, r)`, the condition is false for NaN, so NaN is not replaced by 0.
-            Every min and max propagates NaN.
+            trainer detects the error. Therefore each comparison tests whether a value is out of
+            range. In `where(|d| > 20, 0, r)`, the condition is false for NaN, so NaN is not
+            replaced by 0. Every min and max propagates NaN.
 Reference.  `policy_terms` in reference/policy.py.
 """
 
@@ -27,7 +27,7 @@ import triton.language as tl
 from ..reference import policy
 
 LOG_RATIO_MAX = tl.constexpr(policy.LOG_RATIO_MAX)
-NAN = tl.constexpr(tl.PropagateNan.ALL)  # with this setting, min(NaN, 1) is NaN and not 1
+NAN = tl.constexpr(tl.PropagateNan.ALL)  # makes min(NaN, 1) return NaN and not 1
 
 
 @triton.jit

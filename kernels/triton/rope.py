@@ -35,7 +35,7 @@ import triton.language as tl
 PROGRAMS = 512  # number of programs in the backward; each program fills two rows of PARTS
 
 # Constants of both kernels: H query heads and KV key heads of size 2·HALF.
-# Block sizes in Triton are powers of two, so these numbers are padded to H_PAD, KV_PAD and PAD.
+# Block sizes in Triton are powers of two, so H, KV and HALF are padded to H_PAD, KV_PAD and PAD.
 
 
 @triton.jit
@@ -184,7 +184,10 @@ def adjacent(x: Tensor) -> Tensor:
 
 
 def _shape(q: Tensor, k: Tensor) -> dict[str, int]:
-    """Return the constants of both kernels. A thread processes about 8 pairs of numbers of q."""
+    """Return the constants of the forward and the backward kernel.
+
+    A thread processes about 8 pairs of numbers of q.
+    """
     H, KV, HALF = q.shape[1], k.shape[1], q.shape[2] // 2
     pads = [triton.next_power_of_2(n) for n in (H, KV, HALF)]
     warps = max(1, min(16, pads[0] * pads[2] // 256))

@@ -9,7 +9,7 @@ Chunks.     A row is split into chunks of BLOCK columns, so that even a few rows
             busy. The first kernel computes the maximum of each chunk and the sum of its
             exponentials. The second kernel computes the integer sum Σ n of each chunk. The third
             kernel finds the chunk with the sampled token, and then the token. Integer sums are
-            exact in any order, so the split does not change the result.
+            exact in any order, so splitting a row into chunks does not change the result.
 Bytes.      The kernels read each logit twice, 4·b·V bytes in bfloat16. The second read may come
             from the L2 cache. For b = 64, V = 151,936, the kernels read 39 MB. The reference writes
             float32 logits, log-probs, probabilities and sums, 0.7 GB in total.

@@ -6,7 +6,7 @@ receives the other columns).
 
 A record has one of these forms:
 
-* {"prompt": "3+4=", ...} has a text, which is tokenized as it is.
+* {"prompt": "3+4=", ...} has a string, which is tokenized unchanged.
 * {"prompt": [{"role": "user", "content": "3+4="}], ...} has messages for the chat template.
 * {"question": "What is 3+4?", "answer": "It is 7.\\n#### 7"} is a record of GSM8K. The question
   becomes a user message, and the answer becomes the column `solution`.
@@ -36,7 +36,7 @@ logger = logging.getLogger("nanogrpo")
 
 # The runner passes these arguments to reward functions, so no column may have one of these names.
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-# Without --prompt-column, the prompt is the first of these columns that a record has.
+# Without --prompt-column, the prompt is the first of the following columns that a record has.
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 
 
@@ -48,14 +48,14 @@ def load_prompts(
     train_data: sources.Source | None = None,
     eval_data: sources.Source | None = None,
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the training prompts and the held-out prompts (none without --eval-steps).
+    """Return the training prompts and the held-out prompts (an empty list without --eval-steps).
 
     Every prompt leaves room for a completion in the model's context. The arguments `train_data` and
     `eval_data` are sources (such as lists of records) that replace --data and --eval-data.
     """
     data = cfg.data if train_data is None else [train_data]
     prompts = load(cfg, tokenizer, data, features, context=context)
-    if len(prompts) < cfg.prompts_per_step:  # a prompt drawn twice would get twice the weight
+    if len(prompts) < cfg.prompts_per_step:  # a repeated prompt would count twice
         raise UserError(
             f"--data {' '.join(cfg.data)} holds {len(prompts)} prompts but a step draws "
             f"{cfg.prompts_per_step} different ones: add prompts, or lower --generation-batch-size."
@@ -156,8 +156,8 @@ def from_record(
     """Turn a record into a prompt. The top of this file lists the forms of records.
 
     The option --prompt-column names the column with the prompt; the default is the first of
-    PROMPT_COLUMNS that the record has. A text in the column `prompt` is tokenized as it is. A text
-    in any other column becomes a user message if the model has a chat template.
+    PROMPT_COLUMNS that the record has. A string in the column `prompt` is tokenized unchanged. A
+    string in any other prompt column becomes a user message if the model has a chat template.
 
     The option --answer-column names the column that becomes `solution`. If the text of this column
     contains GSM8K's ####, only the text after the #### is used.
@@ -199,7 +199,7 @@ def from_record(
     elif column == "question" and _result(answer) != answer:
         columns.setdefault("solution", _result(answer))
     read = tokenizer.template_variables & columns.keys()
-    # an empty cell sets nothing, but False does
+    # an empty cell does not set a variable, but the value False does
     own = {name: columns[name] for name in sorted(read) if columns[name] not in (None, "", [])}
     is_question = column != "prompt" or system_prompt or own
     if isinstance(text, str) and tokenizer.has_chat_template and is_question:
@@ -297,7 +297,7 @@ def _order(count: int, n: int, seed: int, epoch: int) -> np.ndarray:
     order = _permutation(count, seed, begin)
     for e in range(begin + 1, epoch + 1):
         tail, new = e * count % n, _permutation(count, seed, e)
-        # positions in `new` of prompts that are not in the tail; enough, because n ≤ count
+        # positions in `new` of prompts that are not in the tail (at least n - tail)
         chosen = np.flatnonzero(~np.isin(new, order[count - tail :]))[: n - tail]
         order = np.concatenate([new[chosen], np.delete(new, chosen)])
     return order

@@ -21,7 +21,7 @@ def read(source: Source, split: str = "train", features: Sequence[Feature] = ())
     """Return all records of a source.
 
     `split` is "train", "eval" (a source in --eval-data), or "held out" (the held-out part of a
-    training source, which may be empty). Raises UserError, with the file and line, if something is
+    training source, which may be empty). Raises UserError, with the file and line, if a file is
     missing, empty or damaged.
     """
     rows = first(feature.rows(source, split) for feature in features)

@@ -33,7 +33,7 @@ from nanogrpo.errors import UserError, first_sentence
 
 logger = logging.getLogger("nanogrpo")
 
-# All ranks share this store, which holds the first error; None: the run has one process.
+# All ranks share this store, which holds the first error. None if the run has only one process.
 store: dist.Store | None = None
 
 
@@ -69,7 +69,7 @@ def end(error: BaseException) -> NoReturn:
 
 # Set by the first signal. Code that waits can check this event and stop waiting.
 asked = threading.Event()
-# SIGHUP: the terminal or its connection was closed. The last three signals come from batch systems.
+# SIGHUP: the terminal or its connection was closed. Batch systems send the last three signals.
 SIGNALS = (
     signal.SIGHUP,
     signal.SIGTERM,
@@ -92,7 +92,7 @@ def stoppable() -> Iterator[threading.Event]:
 
     def handle(number: int, _frame: object) -> None:
         nonlocal first
-        if os.getpid() != me:  # a process that the user's code forked
+        if os.getpid() != me:  # this is a process that the user's code forked
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif not asked.is_set():

@@ -7,11 +7,11 @@ are gathered in the compute dtype just before the block runs, and freed afterwar
     forward   gather block 0 │ compute 0 ∥ gather 1 │ compute 1 ∥ gather 2 │ …  (∥: another stream)
     backward  … │ compute 1 ∥ gather 0 ∥ reduce-scatter the gradients of 2 │ …
 
-The gradient equals that of a run with one process. The reason is that every loss is divided by the
-token count of the full step (grpo/packing.py), and gradients are summed over the ranks. FSDP itself
-averages gradients over the ranks. The function `backward` below turns this average into a sum, so
-every training loop must call `backward`. Read next: run/optim.py (the step), run/state.py (how
-shards are saved).
+The gradient equals that of a run with one process, because every loss is divided by the token count
+of the full step (grpo/packing.py), and gradients are summed over the ranks. FSDP itself averages
+gradients over the ranks. The function `backward` below turns this average into a sum, so every
+training loop must call `backward`. Read next: run/optim.py (the step), run/state.py (how shards are
+saved).
 """
 
 import functools
@@ -45,8 +45,8 @@ class Sharding:
 def prepare(model: Any, world: World, cfg: Config) -> None:
     """Wrap each block in activation checkpointing, then shard the model.
 
-    The order matters. FSDP's hooks gather a block. The hooks must run around the forward pass, and
-    again around its recomputation.
+    The order matters. FSDP's hooks gather the weights of a block, and must run before the forward
+    pass of the block and before its recomputation.
     """
     model.sharding = model.sharding or Sharding()
     if cfg.checkpointing != "none":
@@ -83,12 +83,12 @@ def _shard(model: Any, world: World) -> None:
     """Shard each block as one unit, an untied head as one unit, and all other parameters as the
     root unit.
 
-    Master weights are float32. GPUs compute in bfloat16 and reduce gradients in float32. Other
-    devices also compute in bfloat16 if frozen weights are stored in bfloat16. `cast_forward_inputs`
-    is off because it would turn the float32 rotary angles into bfloat16. A tied head is the same
-    parameter as the embedding, so it belongs to the root unit, whose parameters stay gathered
-    between the forward and the backward pass. If a tied head were a separate unit, the same matrix
-    would be gathered twice and receive gradients from two places.
+    Master weights are float32. GPUs compute in bfloat16 and reduce gradients in float32. Devices
+    other than GPUs compute in bfloat16 only if some weights, such as frozen ones, are stored in
+    bfloat16. `cast_forward_inputs` is off because it would turn the float32 rotary angles into
+    bfloat16. A tied head is the same parameter as the embedding, so it belongs to the root unit,
+    whose parameters stay gathered between the forward and the backward pass. If a tied head were a
+    separate unit, the same matrix would be gathered twice and receive gradients from two places.
     """
     # Without a mesh, FSDP2 chooses the machine's accelerator, even for a model on the CPU.
     options: dict[str, Any] = {"mesh": init_device_mesh(world.device.type, (world.size,))}
@@ -107,7 +107,7 @@ def _shard(model: Any, world: World) -> None:
         fully_shard(model.lm_head, reshard_after_forward=False, **options)
     fully_shard(model, reshard_after_forward=False, **options)
     # By default, FSDP2 starts to gather a block when the host reaches this block.
-    # Such a gather would start late, because the host often waits for the bounds of sequences.
+    # This would be late, because the host often waits for the bounds of sequences.
     # So each block explicitly prefetches the next block, in both passes.
     for block, following in itertools.pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])

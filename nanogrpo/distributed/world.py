@@ -1,9 +1,9 @@
 """The processes of a run, and how they exchange values.
 
 In: the environment that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
-Out: a `World`. Without torchrun, these variables are not needed and the world has one process. The
-training loop is the same for one process and for many. Read next: failure.py (how all ranks end
-together), fsdp.py (the sharded model), train.py.
+Out: a `World`. Without torchrun, these environment variables are not needed and the world has one
+process. The training loop is the same for any number of processes. Read next: failure.py (how all
+ranks end together), fsdp.py (the sharded model), train.py.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class World:
             if len(x := values.double())
         }
         parts, out = self.gather(mine), {}
-        for name in {name: None for part in parts for name in part}:  # the same order on each rank
+        for name in {name: None for part in parts for name in part}:  # same order on each rank
             counts, totals, lowest, highest = zip(*(part[name] for part in parts if name in part))
             out[name] = Spread(sum(counts), sum(totals), min(lowest), max(highest))
         return out
@@ -239,5 +239,5 @@ def _connect(cfg: Config, world: World) -> None:
             "can reach that address, or choose another port (torchrun --master-port)."
         ) from e
     if world.size > 1:
-        # The clone has its own connection. Another thread may block the connection of `store`.
+        # The clone has its own connection, because another thread may block that of `store`.
         failure.store = dist.PrefixStore("failure", store.clone())

@@ -20,8 +20,8 @@ PAGE = 32  # tokens; small pages waste less of each row's last page, large pages
 def cache_tokens(slots: int, max_len: int, wanted: int | None = None) -> int:
     """Return the number of tokens whose keys and values fit into the engine's cache.
 
-    The result is `wanted`, but at least one context and at most `slots` contexts. By default, the
-    result is `slots` contexts. Each cached token takes 2·K·E numbers in each layer. The cache has
+    The result is `wanted`, but at least one context length and at most `slots` context lengths,
+    which is also the default. Each cached token takes 2·K·E numbers in each layer. The cache has
     one more page, page 0, for padding rows (see PagedCache).
     """
     context = pages_of(max_len)

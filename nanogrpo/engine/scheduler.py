@@ -32,8 +32,8 @@ class Completion:
     limit: int  # maximum number of completion tokens
     key: int  # key of its random stream
     turn: int  # position in the order of all completions
-    # The input tokens to start from. All completions of a prompt share one list, the prompt's.
-    # A completion that was put back into the queue has a new list, with all its tokens so far.
+    # The input tokens to start from. All completions of a prompt share one list of its tokens. A
+    # completion that was put back into the queue has a new list, with all its tokens so far.
     start: list[int]
 
     @property

@@ -60,9 +60,9 @@ def step_advantages(
     `rewards` holds the weighted sums of all ranks, with G consecutive completions per group. If no
     reward function applied, the reward is None and the advantage is 0. `by_function` holds the
     rewards of each function before they were summed. If a feature computes advantages, its
-    advantages are used instead. If several features compute advantages, the first feature counts. A
-    standard deviation of 0 means that a group ([P, 1]) or the whole step ([1, 1]) has no learning
-    signal.
+    advantages are used instead. If several features compute advantages, those of the first feature
+    are used. A standard deviation of 0 means that a group ([P, 1]) or the whole step ([1, 1]) has
+    no learning signal.
     """
     # numpy turns None into NaN
     groups = torch.from_numpy(np.array(rewards, float)).view(-1, cfg.num_generations)  # [P, G]

@@ -27,7 +27,7 @@ from nanogrpo.grpo.loss import token_weight
 from nanogrpo.grpo.schedule import Strip, Update
 from nanogrpo.types import PackedBatch, Sample
 
-Samples = Mapping[int, Sample] | Sequence[Sample]  # by their index in the generation
+Samples = Mapping[int, Sample] | Sequence[Sample]  # samples by their index in the generation
 NO_ROWS = range(0)
 
 
@@ -57,7 +57,7 @@ def pack(
 ) -> Strips:
     """Return a rank's micro-batches of an optimizer step.
 
-    `samples` may lack samples that the rank does not compute.
+    `samples` needs to contain only the samples that this rank computes.
     """
     strips = update.strips[rank]
     return Strips(len(strips), lambda k: _pack(strips[k], samples, update, cfg).to(device))
@@ -66,7 +66,7 @@ def pack(
 def _pack(strip: Strip, samples: Samples, update: Update, cfg: Config) -> PackedBatch:
     """Return the tensors of a strip, on the CPU."""
     tokens: list[int] = []  # [T]
-    # ranges with total lengths T and Tk
+    # Lists of ranges. The lengths of all ranges add up to T for positions and to Tk for kv_rows.
     positions: list[range] = []
     kv_rows: list[range] = []
     starts, kv_starts = [0], [0]  # [N+1]

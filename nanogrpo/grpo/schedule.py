@@ -30,14 +30,14 @@ KEY_ROWS = 4  # maximum number of key rows in a strip, per token of the budget (
 
 
 class Piece(NamedTuple):
-    """Completions of one prompt in one strip."""
+    """The completions of one prompt that are in the same strip."""
 
     samples: list[int]  # as indices into the generation
     # number of input tokens: the prompt once, and each completion without its last token
     tokens: int
     # number of key rows that attention reads (Tk): the prompt counts once per completion
     key_rows: int
-    cost: float  # number of tokens, plus query-key pairs · pair_cost
+    cost: float  # number of tokens + pair_cost · number of query-key pairs
 
     @property
     def size(self) -> int:
@@ -110,8 +110,9 @@ def plan(
     """Divide the samples of one update into strips [ranks][micro-batch].
 
     Samples without a gradient are left out. If no sample has a gradient, the smallest sample is
-    kept. If all samples are masked, each rank gets an empty strip. In both cases, the gradient is
-    0, so AdamW takes the same step as if no sample were left out.
+    kept. If all samples are masked, each rank gets an empty strip. If no sample has a gradient, or
+    all samples are masked, the gradient is 0, so AdamW takes the same step as if no sample were
+    left out.
 
     Strips stay within the token budget and have about the same cost. All ranks have the same number
     of strips, at least one. If there is too little work for all ranks, some strips are empty. A
@@ -168,8 +169,8 @@ def _spread(pieces: list[Piece], budget: int, ranks: int, share: int) -> tuple[l
     Pieces are assigned from the most expensive to the cheapest, each to the cheapest strip that can
     still hold it ("longest processing time first"). If the budget does not limit the choice, the
     cost is at most 4/3 of the optimum (Graham 1969). Pieces of equal cost are sorted so that the
-    ranks of their samples alternate. Strips receive such pieces in turn, so samples of the same
-    rank tend to end up in the same strip.
+    ranks of their samples alternate. Strips receive pieces of equal cost in turn, so samples of the
+    same rank tend to end up in the same strip.
     """
 
     pieces = sorted(pieces, key=lambda p: (-p.cost, p.samples[0] % share, p.samples))

@@ -184,7 +184,7 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     """Yield a folder to write into, and rename it to `final` at the end. If the process crashes or
     an exception is raised before the end, `final` does not change.
 
-    An existing folder with any content is never replaced, but causes a UserError.
+    Raises UserError if the folder exists and is not empty.
     """
     final = final.absolute()  # "." has no name
     temporary = final.with_name(f".{final.name}.tmp")

@@ -9,10 +9,10 @@ Hugging Face, so loading and saving checkpoints needs no mapping (checkpoint.py)
                └───────────────────────────┘└────────────────────┘
 
 The model knows nothing about GRPO, engines, or sharding (distributed/fsdp.py). Training, prefill
-and decoding run the same code and differ only in `attend`. The result of a block is the sum of two
-tensors. The block returns both tensors, so that the norm of the next block can add them in its own
-GPU kernel. Norms, rotation and SwiGLU are functions from kernels/reference/ on a CPU, and Triton
-kernels with the same names on a GPU (dispatch.py). Read next: attention.py, then head.py.
+and decoding run the same code and differ only in `attend`. A block returns two tensors instead of
+their sum, so that the norm of the next block can add them in its own GPU kernel. Norms, rotation
+and SwiGLU are functions from kernels/reference/ on a CPU, and Triton kernels with the same names on
+a GPU (dispatch.py). Read next: attention.py, then head.py.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         # Only Qwen3 normalizes each head's query and key before the rotation.
         self.q_norm = RMSNorm(E, cfg.rms_norm_eps) if cfg.qk_norm else None
         self.k_norm = RMSNorm(E, cfg.rms_norm_eps) if cfg.qk_norm else None
-        self.eps = cfg.rms_norm_eps + 0.0  # fails here if it is a text
+        self.eps = cfg.rms_norm_eps + 0.0  # raises TypeError here if the value is a string
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return queries [T, H·E], keys and values [T, K·E]."""

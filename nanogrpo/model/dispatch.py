@@ -23,7 +23,7 @@ def uses_triton(device: torch.device) -> bool:
 
 
 def functions_for(device: torch.device) -> ModuleType:
-    """Return the functions for tensors on a device."""
+    """Return the package with the functions for tensors on a device."""
     if not uses_triton(device):
         return reference
     try:

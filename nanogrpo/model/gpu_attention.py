@@ -64,7 +64,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, at: Bounds) -> Tensor:
 
 @functools.cache
 def backend(device_type: str, dtype: torch.dtype, size: int = 128) -> Backend:
-    """Return the fastest backend that is installed and can run for heads of this size."""
+    """Return the fastest backend that is installed and supports heads of this size."""
     half = device_type == "cuda" and dtype in (torch.float16, torch.bfloat16)
     if not half or size % 8 or size > 256:
         return sdpa

@@ -40,7 +40,7 @@ class PolicyOut(NamedTuple):
     # "clip" is int8: -1 if clipped low, +1 if clipped high, else 0.
     metrics: dict[str, Tensor]
     # Whether the metrics have one value per sequence, repeated for each token of the sequence.
-    # If so, the mean is taken over sequences.
+    # The means of such metrics are taken over sequences.
     by_sequence: bool = False
 
 

@@ -85,7 +85,7 @@ class ModelConfig:
                 check(where, name, fields.get(name), [neutral, None])
         for layer in raw.get("layer_types") or []:
             check(where, "layer_types", layer, ["full_attention"])
-        if kind == "mistral":  # the default is a window of 4096 tokens
+        if kind == "mistral":  # by default, a Mistral model has a window of 4096 tokens
             check(where, "sliding_window", raw.get("sliding_window", 4096), [None])
 
         scaled = angles.get("rope_type", angles.get("type", "default"))

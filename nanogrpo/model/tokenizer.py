@@ -68,7 +68,7 @@ class Tokenizer:
 
         config = {**self._json("special_tokens_map.json"), **self._json("tokenizer_config.json")}
         # A special token is written as "text" or as {"content": "text", …}, or is null.
-        # Templates receive only texts, for example {"eos_token": "<|im_end|>"}.
+        # Templates receive only the strings, for example {"eos_token": "<|im_end|>"}.
         tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in config.items()}
         self._special = {
             k: v for k, v in tokens.items() if k.endswith("_token") and isinstance(v, str)
@@ -89,11 +89,11 @@ class Tokenizer:
         return "default" in self._templates
 
     def encode(self, text: str, special: bool = True, surround: bool = False) -> list[int]:
-        """Return the ids of a text. With `surround`, the tokenizer adds its tokens for the start or
-        end of a text, such as BOS in Llama.
+        """Return the token ids of a text. With `surround`, the tokenizer adds its tokens for the
+        start or end of a text, such as BOS in Llama.
 
-        A special token in the text becomes one id, as chat templates require. If `special` is off,
-        special tokens are encoded as ordinary text, which is useful for text from untrusted
+        A special token in the text becomes one id, as chat templates require. If `special` is
+        False, special tokens are encoded as ordinary text, which is useful for text from untrusted
         sources.
         """
         self._tokenizer.encode_special_tokens = not special  # True: as ordinary text
@@ -157,8 +157,8 @@ class Tokenizer:
         return read_json(path) if os.path.lexists(path) else {}
 
     def _stops(self) -> list[int]:
-        """Return the ids of the end tokens. The tokenizer's own end token is the first. All other
-        end tokens are listed in generation_config.json, or else in config.json.
+        """Return the ids of the end tokens. The tokenizer's own end token is the first. Further end
+        tokens are listed in generation_config.json, or else in config.json.
         """
         own = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
         more = self._json("generation_config.json").get("eos_token_id")

@@ -1,7 +1,7 @@
 """The weights of a model under the names that they have in a checkpoint.
 
 In: a model, full or sharded over the ranks. Out: the parameters that a checkpoint contains, or the
-full tensors. Engines, checkpoints and the memory estimate all use these functions.
+full tensors. Engines, checkpoints and the memory estimate all use the functions of this file.
 
 A layer that does not store its weight as one parameter (the core has none) defines some of these
 attributes:

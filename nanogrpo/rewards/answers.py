@@ -12,7 +12,7 @@ import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
-MAX_LENGTH = 500  # characters; longer answers are compared only as texts
+MAX_LENGTH = 500  # characters; longer answers are compared only as strings
 
 Span = tuple[int, int]
 
@@ -72,9 +72,10 @@ def extract_answer(text: str) -> str | None:
 def extract_reference(*texts: str) -> str:
     """Return the reference answer in a record's `solution`, `answer`, or both.
 
-    If the first text marks no answer by a box, a tag or a number after ####, the shorter text is
-    used. If the shorter text marks no answer either, but contains both words and formulas in
-    delimiters, its last formula is the answer. Otherwise the full text is the answer.
+    An answer is marked by a box, a tag or a number after ####. If the first of the given texts
+    contains no marked answer, the shortest text is used. If this text contains no marked answer
+    either, but both words and formulas in delimiters, its last formula is the answer. Otherwise the
+    full text is the answer.
     """
     marked = _boxes(texts[0]) or re.search("</answer>|####[^a-zA-Z]*[0-9]", texts[0])
     text = texts[0] if marked else min(texts, key=len)
@@ -350,7 +351,7 @@ def compare(answer: str, reference: str) -> bool | None:
 
     Numbers are compared exactly, in any notation. A unit may be missing, but different common units
     are not equal: 18 cm equals 18 and "18 centimeters", but not 18 m. Also, 50% equals both 50 and
-    0.5. Other answers are compared as texts. In words, upper and lower case count as the same. A
+    0.5. Other answers are compared as strings. In words, upper and lower case count as the same. A
     label of a multiple-choice question may be followed by the text of the choice. If the reference
     is a number, a calculation such as 3+3 is wrong, because otherwise a model could leave out the
     last step.

@@ -39,13 +39,13 @@ def accuracy_reward(
 
 
 def is_empty(cell: Any) -> bool:
-    """Return whether a value is missing: null, an empty text (as in CSV), or NaN (as in pandas)."""
+    """Return whether a value is missing: null, an empty string (in CSV) or NaN (in pandas)."""
     return cell is None or cell != cell or not str(cell).strip()  # only NaN differs from itself
 
 
 def same_answers(pairs: Sequence[tuple[str, str] | None]) -> list[bool | None]:
     """For each pair (answer, reference), return whether the two are equal. The result is None if
-    the pair is None or was not tried.
+    the pair is None or was not compared.
     """
     # a dictionary, because a group often repeats an answer
     verdicts: dict[Any, bool | None] = {pair: compare(*pair) for pair in pairs if pair}

@@ -77,7 +77,8 @@ def load_reward(spec: str) -> Callable:
 def split_arguments(spec: str, option: str = OPTION) -> tuple[str, dict[str, Any]]:
     """Return ("my.py:f", {"a": 1, "b": "x"}) for "my.py:f:a=1,b=x".
 
-    Arguments are written as in a Python call. A single word other than true or false is a text.
+    Arguments are written as in a Python call. A single word other than true or false is read as a
+    string.
     """
     match = re.fullmatch(r"(.+?):([a-zA-Z_]\w*=.*)", spec, re.DOTALL)
     if match is None:

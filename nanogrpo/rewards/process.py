@@ -112,7 +112,7 @@ class RewardProcess:
         try:
             self.connection.send_bytes(data)
             if not self.connection.poll(timeout):
-                self.process.send_signal(signal.SIGUSR1)  # the process prints where it hangs
+                self.process.send_signal(signal.SIGUSR1)  # makes the process print where it hangs
                 time.sleep(0.05)
                 self.kill()
                 raise CallLost(f"{what} gave no answer within {timeout:.3g} s")
@@ -145,7 +145,7 @@ def _not_copied(error: Exception) -> str:
 
 
 def main(descriptor: int, trainer: int) -> None:
-    """Import the functions, then answer calls until the trainer has ended. The answer is a text
+    """Import the functions, then answer calls until the trainer has ended. The answer is a string
     only if it reports an error.
     """
     signaled_with(trainer)  # ends this process even if it hangs in C code

@@ -8,11 +8,11 @@ Built-in functions run in the trainer. The user's functions run in a process tha
 (rewards/process.py). A function is called once for all samples of the step:
 
     In time:         The function returns within --reward-timeout seconds, and its rewards are used.
-    Hang or crash:   The call is lost, and all rewards of this rank's samples are set to None. So
-                     the advantages of these samples are 0. Rewards of 0 instead of None would be
-                     trained on. The run logs a warning, counts the prompts in
-                     `rewards/failures`, and starts the process again. After three lost steps in a
-                     row, the run stops.
+    Hang or crash:   The call counts as lost, and all rewards of this rank's samples are set to
+                     None. So the advantages of these samples are 0. A reward of 0 instead of None
+                     would train the model as if the completion were bad. The run logs a warning,
+                     counts the prompts in `rewards/failures`, and starts the process again. After
+                     three lost steps in a row, the run stops.
     Mistake:         An exception, a wrong number of values, or a value that is not a number stops
                      the run immediately, because the function would fail in the same way again.
 """
@@ -36,7 +36,7 @@ from nanogrpo.types import Prompt, Sample
 
 logger = logging.getLogger("nanogrpo")
 
-MAX_LOST = 3  # steps in a row
+MAX_LOST = 3  # lost steps in a row, then the run ends
 START = TrainerState()
 # Maximum absolute value of a reward; with this bound, advantages are finite in float32.
 MAX_REWARD = 1e30
@@ -63,7 +63,7 @@ class Scorer:
         `given` replaces --reward-funcs with names or functions. Functions run in this process.
         """
         self.cfg = cfg
-        found: list[Any] = []  # functions for this process, names for the reward process
+        found: list[Any] = []  # functions run in this process, and named ones in the reward process
         for function in given or cfg.reward_funcs:
             if isinstance(function, str):
                 function = first(each.reward(function, device) for each in features) or function
@@ -86,7 +86,7 @@ class Scorer:
                 name = f"{base}_{next(suffix)}"
             self.calls[name] = run
         self.weights = dict(zip(self.calls, cfg.reward_weights or itertools.repeat(1.0)))
-        self.lost = 0  # steps in a row
+        self.lost = 0  # number of lost steps in a row
         self.failures = 0  # prompts with lost rewards since the last call of `metrics`
         self.logged: list = []  # (name, value) of each log_metric since the last call of `metrics`
 
@@ -145,7 +145,7 @@ class Scorer:
             terms = [self.weights[name] * r for name, r in sample.rewards.items() if r is not None]
             sample.reward = sum(terms) if terms else None
             if sample.conversation is not None:
-                sample.conversation.arguments = {}  # not needed now, and perhaps not picklable
+                sample.conversation.arguments = {}  # no longer needed, and perhaps not picklable
 
     def metrics(self, gather: Callable[[Any], list]) -> dict[str, float]:
         """Return the number of lost prompts and the means of log_metric since the last call.

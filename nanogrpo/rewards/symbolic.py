@@ -1,16 +1,16 @@
 """Use math-verify to decide whether two answers are equal, such as (x+1)^2 and x^2+2x+1.
 
-In: pairs of an answer and a reference, as texts. Out: for each pair, True or False, or None if the
-pair was not tried. Read next: rewards/process.py, which starts and kills the process that this code
-runs in.
+In: pairs of an answer and a reference, as strings. Out: for each pair, True or False, or None if
+the pair was not compared. Read next: rewards/process.py, which starts and kills the process that
+this code runs in.
 
-A completion may contain any expression. Algebra on some expressions, such as 10^{10^{10}} or
-9!!!!!, never ends or needs too much memory. So math-verify runs in its own process. For each pair,
+A completion may contain an expression such as 10^{10^{10}} or 9!!!!!, whose algebra never ends or
+needs too much memory. So math-verify runs in its own process, which can be killed. For each pair,
 the operating system limits this process to SECONDS of processor time and MEMORY bytes. A process
-that exceeds the time limit is killed, even inside C code. The pair then counts as different, and
-the next pair starts a new process. Math-verify's own time limit is not used, for two reasons.
-Math-verify's limit depends on signals, which work only in a main thread. Math-verify's limit also
-measures wall-clock time, so the load of the machine could change a verdict.
+that exceeds the time limit is killed, even inside C code. A pair whose process was killed counts as
+different, and the next pair starts a new process. Math-verify's own time limit is not used, for two
+reasons. Math-verify's limit depends on signals, which work only in a main thread. Math-verify's
+limit also measures wall-clock time, so the load of the machine could change a verdict.
 """
 
 import contextlib
@@ -33,10 +33,11 @@ Pair = tuple[str, str]
 
 
 def equal(pairs: list[Pair]) -> dict[Pair, bool | None]:
-    """For each pair (answer, reference), return whether the two are equal, or None if not tried.
+    """For each pair (answer, reference), return whether the two are equal, or None if they were not
+    compared.
 
-    A pair that exceeds its limits counts as different. After MAX_LOST such pairs, no more pairs are
-    tried in this call.
+    A pair that exceeds its limits counts as different. After MAX_LOST pairs that exceeded their
+    limits, no more pairs are compared in this call.
     """
     verdicts: dict[Pair, bool | None] = dict.fromkeys(pairs)
     lost = 0
@@ -72,7 +73,7 @@ def judge(completions: list[str], solution: list[str], **kwargs) -> list[float]:
         resource.RLIMIT_CORE: 0,
     }
     for kind, limit in limits.items():
-        with contextlib.suppress(ValueError):  # a lower hard limit already applies
+        with contextlib.suppress(ValueError):  # if a lower hard limit already applies
             resource.setrlimit(kind, (limit, resource.getrlimit(kind)[1]))
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # no warning about time limits
     reading = {
@@ -87,5 +88,5 @@ def judge(completions: list[str], solution: list[str], **kwargs) -> list[float]:
         # The reference may be an interval, and the answer an inequality.
         options = {"timeout_seconds": None, "allow_set_relation_comp": True}
         return [float(math_verify.verify(wanted, answer, **options))]
-    except Exception:  # an answer that causes an exception is wrong
+    except Exception:  # an answer that causes an exception counts as wrong
         return [0.0]

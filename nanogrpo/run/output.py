@@ -72,7 +72,7 @@ def claimed(cfg: Config, world: World) -> Iterator[None]:
                 logger.warning("%s has no locks: do not start a second run there", folder)
 
         world.once(claim)
-        # a machine might have its own folder of this name
+        # each machine might have its own folder of this name, instead of a shared one
         world.agree({f"the folder {folder}": (folder / ".lock").exists()})
         yield
 
@@ -111,7 +111,7 @@ def clear(cfg: Config) -> None:
 
 
 def named(cfg: Config) -> list[Path]:
-    """Return what may be a path in the values of options, such as FILE in FILE:FUNCTION."""
+    """Return all parts of option values that may be paths, such as FILE in FILE:FUNCTION."""
     values = [v for name, v in vars(cfg).items() if name != "output_dir"]
     texts = [t for v in values for t in (v if isinstance(v, tuple) else [v]) if isinstance(t, str)]
     return [Path(part) for text in texts for part in text.split(":")]
@@ -134,9 +134,9 @@ def remove_unfinished(cfg: Config) -> None:
 
 
 def origin(inputs: Inputs) -> dict[str, str]:
-    """Return hashes of what a resumed run must find again: the prompts, the files of the model, and
-    perhaps its weights. The weights are included if some of them are not trained, or if they are
-    the reference of --beta.
+    """Return hashes of the inputs that must be the same when the run is resumed: the prompts, the
+    files of the model, and perhaps its weights. The weights are included if some of them are not
+    trained, or if they are the reference of --beta.
 
     Every rank must call this function. Raises UserError if ranks read different files.
     """

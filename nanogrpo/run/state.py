@@ -11,8 +11,8 @@ transformers can load:
         state/__0_0.distcp  __1_0.distcp …  .metadata      float32 weights and AdamW's moments:
                                                            one file per rank
 
-A feature may add tensors to state/, and its own files. Nothing else needs to be saved: the prompts,
-the random numbers and the learning rate are functions of the step.
+A feature may add tensors to state/, and its own files. The prompts, the random numbers and the
+learning rate need not be saved, because they are functions of the step.
 
     every rank   copies its shards to the host ─┬─ continues training
                                                 └─ writes its file in state/ ─┐
@@ -78,7 +78,7 @@ def tensors(
             for kind in ("exp_avg", "exp_avg_sq"):
                 if type(local(moments[kind])) is Tensor:  # a feature saves other types
                     out[f"{kind}.{name}"] = moments[kind]
-            # one count for all, because each update changes every parameter
+            # one count for all parameters, because each update changes every parameter
             out.setdefault("updates", moments["step"])
     for feature in features:
         out |= feature.tensors() or {}
@@ -244,8 +244,8 @@ class Saver:
 
 
 def latest(cfg: Config, origin: dict[str, str]) -> tuple[Path, dict[str, Any]] | None:
-    """Remove an unfinished checkpoint, then return the last one and its state.json. Options,
-    prompts and the model's files must be those of the run."""
+    """Remove an unfinished checkpoint, then return the last one and its state.json. The options,
+    the prompts and the model's files must be the same as when the run was started."""
     output.remove_unfinished(cfg)
     found = checkpoint.checkpoints(cfg.output_dir)
     if not found:

@@ -1,7 +1,7 @@
 """Access control for the sidecar: ASGI middleware in front of vLLM's HTTP server.
 
 In: every request. Out: status 401 for requests without the secret, and 404 for every route that
-GRPO does not need. The class adds a route, `GET /nanogrpo`, which describes the server to a
+GRPO does not need. The middleware adds a route, `GET /nanogrpo`, which describes the server to a
 trainer. Web pages cannot use the server, because no browser adds the secret by itself.
 
 vLLM's own `--api-key` leaves the weight routes open, and some of its development routes
@@ -52,7 +52,8 @@ class AccessControl:
             return await self.app(scope, receive, send)
         if scope["type"] != "http":  # GRPO needs no websockets
             return await send({"type": "websocket.close", "code": 1008})
-        from starlette.responses import JSONResponse  # vLLM installs it; trainers may lack it
+        # imported here, because the trainer's interpreter may lack this package
+        from starlette.responses import JSONResponse
 
         headers, path = dict(scope["headers"]), scope["path"]
         # The comparison takes constant time, so the secret cannot be guessed byte by byte.

@@ -194,7 +194,7 @@ def _nccl(store: dist.Store, rank: int, size: int) -> Any:
     """
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     try:
-        nccl: Any = dist.ProcessGroupNCCL  # its type stub lacks this overload
+        nccl: Any = dist.ProcessGroupNCCL  # torch's type stub lacks this constructor
         return nccl(store, rank, size, FAR)
     finally:
         os.environ.pop("TORCH_NCCL_BLOCKING_WAIT", None)

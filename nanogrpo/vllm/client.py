@@ -191,8 +191,8 @@ class VLLMEngine:
     # --- sampling, on rank 0 ---
 
     def _run(self, groups: list[GroupRequest]) -> None:
-        """Request the groups from all servers that are alive, until all are done or no server is
-        alive. Raise any error that a server did not cause.
+        """Request the groups from all servers that are alive, until all groups are done or no
+        server is alive. Raise any error that a server did not cause.
         """
         waiting = deque(groups)
 

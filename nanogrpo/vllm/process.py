@@ -49,7 +49,7 @@ def kill_group(leader: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGCONT)  # a suspended tracker must continue
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # the process has ended, or is another user's
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             group = (folder / "stat").read_text().rpartition(")")[2].split()[2]
             tracker = b"resource_tracker" in (folder / "cmdline").read_bytes()
             if int(group) == leader != int(folder.name) and not tracker:

@@ -151,7 +151,7 @@ class Server:
     def abort(self) -> None:
         """End all requests in progress in other threads, which then raise ServerError."""
         for connection in [*self.open]:
-            with contextlib.suppress(OSError, AttributeError):  # the connection may have just ended
+            with contextlib.suppress(OSError, AttributeError):  # if the connection has just ended
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
 
@@ -187,7 +187,7 @@ class Sidecar:
         self.process: subprocess.Popen | None = None
         self.logged = 0  # bytes in `output` before the process started
         # The server's interpreter imports our package from this folder, which has a link to it.
-        # In site-packages, that interpreter would also find our torch, which it must not use.
+        # From our site-packages, that interpreter would also import our torch, which is wrong.
         # The folder is next to the log, so that a killed run leaves nothing elsewhere.
         self.path = output.absolute().with_name(f".{output.stem}")
 

@@ -11,9 +11,9 @@ With sleep mode, the server has no weights and no KV cache while the trainer tra
 
 All gathers end before the first send, because NCCL can deadlock if two ranks use the same two
 communicators at the same time. Sends to several servers may overlap, because their communicators
-share only rank 0. Rank 0 has to store a full copy of the model. In return, rank 0 can send the same
-weights again when a server restarts, even after the model has changed. Nothing here waits forever:
-the broadcast on a daemon thread has a timeout, and the HTTP request on the caller's thread has a
+share only rank 0. Rank 0 stores a full copy of the weights. So rank 0 can send the same weights
+again when a server restarts, even after the model has changed. Nothing here waits forever: the
+broadcast on a daemon thread has a timeout, and the HTTP request on the caller's thread has a
 timeout, too. Read before: buckets.py.
 Read next: worker.py (the other end), client.py (the caller).
 """

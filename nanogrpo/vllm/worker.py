@@ -87,7 +87,7 @@ class Transfer(WeightTransferEngine):
         if missing := sorted({name for name, _ in self.model.named_parameters()} - loaded):
             raise RuntimeError(f"{len(missing)} parameters did not arrive, such as {missing[0]}")
         if torch.device(self.device).type == "cuda":
-            # after the return, the trainer may overwrite shared buckets
+            # once this method returns, the trainer may overwrite shared buckets
             torch.cuda.synchronize(self.device)
 
     receive_weights = update_weights  # vLLM calls only `update_weights`, but requires both methods
