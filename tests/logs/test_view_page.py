@@ -184,6 +184,10 @@ def test_two_runs_are_compared(browser, tmp_path):
     assert first.count("reward 1") == second.count("reward 1") == 2
     browser.press("1")
     assert [text[:3] for text in texts(browser, ".pane article")] == ["A r", "B r", "A r", "B r"]
+    browser.run("[...document.querySelectorAll('.pane button')].at(-1).click()")
+    browser.settle()
+    assert texts(browser, "#tools option:checked")[:3] == ["B", "training", "2: first?"]
+    assert len(texts(browser, "article.card")) == 2
     assert browser.messages() == []
 
 
