@@ -298,7 +298,7 @@ def test_the_batch_is_that_of_trl(capsys, caplog, monkeypatch, theirs, processes
         ("--num-train-epoch 2", "--num-train-epoch is not an option: use --num-train-epochs, or"),
         ("--use-vlm", "--use-vlm is not an option: use --use-vllm, or see --help"),
         ("--quantization_config x", "--quantization_config is not an option"),
-        ("--data a --dataset_name b", "--dataset-name and --data are the same: remove one."),
+        ("--data a --dataset_name b", "--dataset-name and --data are the same option: remove one."),
     ],
 )
 def test_a_word_without_a_meaning_here_gets_one_sentence(argv, message):
@@ -383,7 +383,7 @@ def test_a_model_object_stands_for_the_folder_it_was_loaded_from(tiny_base):
         peft.LoraConfig(target_modules=["q_proj"]),
     )
     assert re.match(
-        "model is a .* whose .* is not that of", message(Config.from_trl, model=adapted)
+        "model is a .* whose .* differs from that of", message(Config.from_trl, model=adapted)
     )
     tokenizer.chat_template += "!"
     other = message(Config.from_trl, model=base, processing_class=tokenizer)
@@ -391,7 +391,7 @@ def test_a_model_object_stands_for_the_folder_it_was_loaded_from(tiny_base):
     with torch.no_grad():
         model.model.norm.weight[0] += 1
     changed = message(Config.from_trl, model=model)
-    assert f"whose model.norm.weight is not that of {base}: save it and the tokenizer" in changed
+    assert f"whose model.norm.weight differs from that of {base}: save it and the" in changed
     model.config._name_or_path = ""
     new = message(Config.from_trl, model=model)
     assert "that was not loaded from a folder or the hub" in new

@@ -9,8 +9,8 @@ step, in order.
 
 The bound is enforced before sampling, so finished samples are never discarded. The samples of step
 t are requested only when the training of step t − S begins. So the sampling of step t starts with
-the weights after t − S steps, or with newer ones. The rule comes from AReaL (arXiv:2505.24298). In
-this file, the bound S is a number of steps.
+the weights after t − S steps, or with newer ones. This rule for the bound comes from AReaL
+(arXiv:2505.24298). In this file, the bound S counts training steps.
 
 Weights may change in the middle of a completion. The completion then continues with its cached
 keys and values, some of which were computed with older weights. Each token is labelled with the
@@ -59,7 +59,7 @@ class AheadEngine(Wrapper):
     def __init__(self, engine: VLLMEngine, run: Run):
         cfg: Any = run.cfg
         self.engine, self.run, self.bound = engine, run, cfg.max_staleness
-        # steps in progress, oldest first, each with a Future of its samples (on rank 0) or None
+        # steps in progress, oldest first; on rank 0, each has a Future of its samples, else None
         self.requested: deque[tuple[int, Future | None]] = deque()
         # Rank 0 sends the requests of all ranks, on one thread, so the steps keep their order.
         self.pool = ThreadPoolExecutor(1, "sample")
@@ -80,7 +80,7 @@ class AheadEngine(Wrapper):
         if oldest < step - self.bound:
             raise UserError(
                 f"--max-staleness {self.bound}: a token of step {step} was sampled with version "
-                f"{oldest} of the weights, which is too old: report this, and use --resume."
+                f"{oldest} of the weights, which is too old: report this error, and use --resume."
             )
         return samples
 
@@ -92,7 +92,7 @@ class AheadEngine(Wrapper):
         return self.pool.submit(request, prompts, run.cfg.num_generations, run.sampling, step)
 
     def close(self) -> None:
-        """Drop the steps in progress, then close the engine."""
+        """Drop the samples of steps in progress, then close the engine."""
         self.pool.shutdown(wait=False, cancel_futures=True)
         super().close()
 

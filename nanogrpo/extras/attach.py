@@ -64,7 +64,7 @@ def parse(argv: Sequence[str] | None = None) -> Config:
 def attach(cfg: Config, given: Given = NOTHING) -> list[Feature]:
     """Return the features of a run, in the order in which they attach.
 
-    given: Python objects that replace names in the options (extras/api.py).
+    given: Python objects that are used in place of names in the options (extras/api.py).
     """
     features = [*wanted(cfg, given)]
     if features:
@@ -112,12 +112,13 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
         yield Rewards(cfg)
     if cfg.model.startswith("warmup:"):
         raise UserError(
-            "--model warmup:STEPS was removed: run `nanogrpo warmup FOLDER`, and use FOLDER."
+            "--model warmup:STEPS was removed: run `nanogrpo warmup FOLDER`, then use "
+            "--model FOLDER."
         )
     source = checkpoint.locate(cfg.model)
     model, frozen = read_json(source / "config.json"), getattr(cfg, "freeze_vision_tower", False)
     if "default" not in str(model.get("rope_scaling") or model.get("rope_parameters") or "default"):
-        import nanogrpo.extras.rope_scaling  # noqa: F401 (adds kinds of scaling)
+        import nanogrpo.extras.rope_scaling  # noqa: F401 (adds kinds of RoPE scaling)
     if "vision_config" in model or frozen:
         from nanogrpo.extras.vision.feature import Vision
 

@@ -1,8 +1,8 @@
 """Also keep the checkpoint with the best evaluation: `--load-best-model-at-end`.
 
 In: the evaluations in the log. Out: a checkpoint that --save-total-limit never removes. The run
-names it at the end. A resumed run reads the earlier evaluations from the log, so a checkpoint need
-not contain them. Read before: run/state.py (which saves and removes checkpoints).
+names this checkpoint at its end. A resumed run reads the earlier evaluations from the log, so a
+checkpoint need not contain them. Read before: run/state.py (which saves and removes checkpoints).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Best(Feature):
             )
 
     def files(self, saver: Saver) -> None:
-        """Keep the best checkpoint. The one that is being written counts, too."""
+        """Keep the best checkpoint. The checkpoint that is being written counts, too."""
         folder = saver.final.parent
         if saver.world.main:
             run = summarize(read_records(folder / "metrics.jsonl"))

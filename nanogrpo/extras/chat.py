@@ -4,8 +4,8 @@
     echo "34+5-7=" | nanogrpo chat runs/demo/checkpoint-60 --temperature 0
 
 In: messages, one per line. Out: the model's answers, printed while they are sampled. The options
-are those of train.py that concern the model and sampling. For a checkpoint of a run, options that
-are not given are those of the run (TAKEN). Read next: engine/local.py (which samples),
+are those of train.py that concern the model and sampling. For a checkpoint of a run, the options in
+TAKEN have the run's values unless they are given. Read next: engine/local.py (which samples),
 model/tokenizer.py (the chat template).
 """
 
@@ -37,7 +37,7 @@ that are not given are those of the run, except --max-completion-length."""
 TAKEN = "system_prompt enable_thinking chat_template_kwargs temperature top_p top_k"
 OPTIONS = f"{TAKEN} model max_completion_length seed device"
 PROGRAM = cli.parser(Config, OPTIONS.split(), "nanogrpo chat MODEL [options]", DESCRIPTION)
-MAX_CONTEXT = 16384  # tokens of a conversation; a GPU allocates the cache for all of them at once
+MAX_CONTEXT = 16384  # most tokens of a conversation; a GPU allocates a cache for this many
 
 
 class Chat:

@@ -56,7 +56,7 @@ class Dashboards(Feature):
         self.runs: dict[str, Any] = {}
 
     def record(self, done: int, record: dict) -> None:
-        if "run" in record:  # the header, which comes first
+        if "run" in record:  # the header, the first record of a log
             for name in self.cfg.report_to:
                 self.runs[name] = self._open(name, record["run"], done)
             return

@@ -1,10 +1,10 @@
-"""List the versions of all packages, and what is missing for which feature.
+"""List the installed versions of all packages, and the missing packages with their features.
 
     nanogrpo doctor
 
 In: the requirements of the installed package, which come from pyproject.toml. Out: a line for each
-of them. If a package is missing or has a version that is not supported, the line ends with the
-command that installs it.
+required package. If a package is missing or has a version that is not supported, the line ends with
+the command that installs it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from importlib import metadata
 import torch
 from packaging.requirements import Requirement
 
-# The optional parts of pyproject.toml, and what needs them.
+# The optional dependencies in pyproject.toml, and the features that need them.
 USES = """
 data         data sets of the hub, Parquet files
 reasoning    --data reasoning_gym:…

@@ -95,14 +95,15 @@ def most_uncertain(
     """
     values = [h.float().cpu() for h in entropies]
     chosen = [h[mask.cpu()] for h, mask in zip(values, trained)]
-    # As a tensor, the threshold is rounded to float32, like the values.
+    # A tensor rounds the threshold to float32, the dtype of the entropies.
     threshold = torch.tensor(quantile(torch.cat([torch.empty(0), *chosen]), 1 - share, world))
     return [(h >= threshold).to(mask.device) for h, mask in zip(values, trained)]
 
 
 def quantile(values: Tensor, q: float, world: World) -> float:
-    """Return the q-quantile of the values [n] of all ranks, interpolated linearly; inf if there are
-    none. Every rank must call it.
+    """Return the q-quantile of the values [n] of all ranks, interpolated linearly, or inf if no
+    rank has values. Every rank must call this function.
     """
     together = torch.cat(world.gather(values)).double().numpy()
-    return float(np.quantile(together, q)) if len(together) else math.inf  # torch has a size limit
+    # torch.quantile has a size limit
+    return float(np.quantile(together, q)) if len(together) else math.inf

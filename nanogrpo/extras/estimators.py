@@ -1,4 +1,4 @@
-"""Compute advantages in other ways: with RLOO, with MaxRL, or with GDPO (for several rewards).
+"""Estimate advantages with RLOO, with MaxRL, or with GDPO (for several rewards).
 
 In: rewards [P, G] (NaN: no reward function applied) and the rewards of each function [P·G, F]. Out:
 advantages [P, G]. All functions are pure. The formulas are those of TRL 1.16.0, and tests compare

@@ -5,10 +5,10 @@
         --eval-temperature 0.6 --output-dir runs/eval
 
 In: a checkpoint, prompts and reward functions, as for train.py. Evaluations during training have
-the same options and the same metrics. For a checkpoint of a run, options that are not given are
-those of the run (TAKEN). Out: the metrics, printed and written to
-output_dir/eval.json. The file output_dir/eval.jsonl has every completion with its rewards. Read
-next: logs/metrics.py (`of_evaluation`).
+the same options and the same metrics. For a checkpoint of a run, the options in TAKEN have the
+run's values unless they are given. Out: the metrics, printed and written to output_dir/eval.json.
+The file output_dir/eval.jsonl has every completion with its rewards. Read next: logs/metrics.py
+(`of_evaluation`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Two remedies for the gap between trainer and engine: importance weights, or the engine's
-log-probs as old log-probs.
+"""Correct for the gap between the log-probs of trainer and engine: with importance weights, or by
+using the engine's log-probs as old log-probs.
 
 Samples come from μ, the engine's policy, while π, the trainer's policy, is trained as if it had
-sampled them. Each token's loss is multiplied by its importance weight ρ = π/μ. Names and modes are
-those of TRL 1.16's `vllm_importance_sampling_*`.
+sampled them. Each token's loss is multiplied by its importance weight ρ = π/μ. The options and
+their modes are those of TRL 1.16's `vllm_importance_sampling_*`.
 
 In: the micro-batches of an optimizer step. Out: their `old_logp` and `importance`. Read before:
 grpo/mismatch.py (how large the gap is).
@@ -61,8 +61,8 @@ def measured(weight: Tensor, world: World) -> dict[str, float]:
 
     * importance_sampling_ratio/min, mean and max: the range and the mean of the weights, as in TRL.
     * masked: the fraction of tokens with weight 0.
-    * ess: the effective sample size as a fraction of the tokens, (Σw)² / (M · Σw²). This size is 1
-      if all weights are equal.
+    * ess: the effective sample size as a fraction of the tokens, (Σw)² / (M · Σw²). This fraction
+      is 1 if all weights are equal.
     """
     weight = weight.double()
     found = world.spreads({"weight": weight, "square": weight * weight, "masked": weight == 0})

@@ -21,23 +21,24 @@ has W GPUs and micro-batches of T tokens, and computes in a dtype of b = 2 bytes
 * key rows, 2·b·K·E · (Tk - T): in each layer, the keys and values of shared prompts, gathered once
   per completion.
 * logits, b·C·V + 4·V·D: one chunk of C rows, and the head's float32 gradient.
-* engine, b·n + KV cache: the engine's copy of the weights. With --load-in-4bit, the copy has only
-  the adapters and, if W > 1, the 4-bit weights. The cache takes 2·b·K·E per layer and token, for
-  all positions of all slots, or for --cache-tokens.
+* engine, b·n + KV cache: the engine's copy of the weights. With --load-in-4bit, the engine's copy
+  has only the adapters and, if W > 1, the 4-bit weights. The cache takes 2·b·K·E per layer and
+  token, and holds all positions of all slots, or --cache-tokens tokens.
 * engine, b·n with vLLM: rank 0's copy of the weights to send, and the server, if the server is on
   rank 0's GPU.
-* checkpoint, 12·n/W + 4·n: copies on the host while they are written. Only rank 0 has the last
-  term, which is 2·n if the base is in bfloat16.
-* reference, 4·n/W: with beta > 0. The reference's gathered root is added, and its own copy in a
-  checkpoint if it follows the policy.
+* checkpoint, 12·n/W + 4·n: copies on the host while they are written. Only rank 0 has the term 4·n,
+  which becomes 2·n if the base is in bfloat16.
+* reference, 4·n/W: with beta > 0. This row also counts the reference's gathered root and, if the
+  reference follows the policy, its copy in a checkpoint.
 * reward models, b·n each: on every rank.
 
 With adapters, only trained parameters count towards the optimizer, the gradients and the first term
 of the checkpoint row. With adapters, the head has no gradient, and the reference needs no second
 model.
 
-Completion lengths are unknown in advance, so we assume the maximum. docs/memory.md shows what is
-chosen for which model and GPU. Read next: grpo/packing.py (which limits the size of a micro-batch).
+Completion lengths are unknown in advance, so we assume the maximum. docs/memory.md shows the
+settings that are chosen for some models and GPUs. Read next: grpo/packing.py (which limits the size
+of a micro-batch).
 """
 
 from __future__ import annotations
@@ -221,7 +222,7 @@ def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
         if isinstance(judge, nn.Module):
             size = sum(p.nbytes for p in judge.parameters())
             out.append(Row(f"reward model {judge.__name__}", size))
-    if visual := getattr(model.model, "visual", None):  # all prompts could be pictures
+    if visual := getattr(model.model, "visual", None):  # all prompts could consist of pictures
         out.append(Row("pictures", T * visual.activation_bytes(2, kind)))
 
     # In the engine's copy, adapters are merged into the weights.
@@ -237,7 +238,7 @@ def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
         out.append(Row("weights to be sent", copy))
         if not cfg.server and cfg.vllm_gpus in ("", "0"):
             out.append(Row("vLLM: workspaces", MARGIN, of_server=True))
-            if not cfg.vllm_enable_sleep_mode:  # a sleeping server has only workspaces
+            if not cfg.vllm_enable_sleep_mode:  # a sleeping server keeps only its workspaces
                 out.append(Row("vLLM: weights", copy, of_server=True))
                 out.append(Row(f"vLLM: {cache.name}", cache.bytes, of_server=True))
     saved = (4 * trained + (4 * n if cfg.sync_ref_model else 0)) // W + moments
@@ -247,7 +248,7 @@ def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
 
 
 def on_device(rows: Sequence[Row]) -> int:
-    """Return the bytes of the rows that are on the GPU."""
+    """Return the sum of the rows that take GPU memory, in bytes."""
     return sum(row.bytes for row in rows if not row.on_host)
 
 
@@ -350,7 +351,7 @@ def token_bytes(c: ModelConfig) -> int:
 
 
 def given(cfg: Config, **settings: Any) -> Config:
-    """Return the options with these settings, except those that the user has set."""
+    """Return the options with these settings, but keep the options that the user has set."""
     left_open = {n: x for n, x in settings.items() if getattr(cfg, n) == getattr(Config, n)}
     return dataclasses.replace(cfg, **left_open)
 
@@ -367,7 +368,7 @@ def for_sampling(cfg: Config, model: Decoder, world: World, completions: int) ->
     unless the user has given them. On a GPU, slots and cache are as large as fits next to the
     engine's weights. Every rank must call.
 
-    model: on the device already. completions: the number of completions that this rank samples.
+    model: already on the device. completions: the number of completions that this rank samples.
     """
     if world.device.type == "cpu" or cfg.engine != "local":
         return cfg
@@ -375,7 +376,7 @@ def for_sampling(cfg: Config, model: Decoder, world: World, completions: int) ->
     gathered = 2 * (numbers(model) - sum(map(numbers, model.blocks[1:]))) * (world.size > 1)
     used = torch.cuda.memory_allocated(world.device) + 2 * weights.sizes(model)[1] + MARGIN
     free = (capacity(world)[0] - used - gathered) // token_bytes(model.cfg)
-    fitting = min(world.gather(free)) - 2 * PREFILL_TOKENS  # prefill has two copies of its keys
+    fitting = min(world.gather(free)) - 2 * PREFILL_TOKENS  # prefill holds two copies of its keys
     slots = max(1, min(completions, MOST_SLOTS))
     return given(cfg, max_concurrent=slots, cache_tokens=max(1, fitting))
 

@@ -65,7 +65,8 @@ class Objectives(Feature):
 
 
 class Sequences:
-    """Sums and means over the trained tokens of each sequence, repeated for each of its M tokens.
+    """Sums and means over the trained tokens of each sequence, repeated for all tokens of the
+    sequence.
 
     A sequence is never split between micro-batches, so no data of other micro-batches or ranks
     are needed.
@@ -214,8 +215,8 @@ def loss(logp: Tensor, entropy: Tensor, batch: PackedBatch, cfg: ObjectivesOptio
     on = batch.weight != 0  # [M]
 
     def trained(x: Tensor) -> Tensor:
-        """Zero the tokens that are not trained on. Zeroing the loss is not enough: a NaN input
-        would still make the gradient NaN, because NaN · 0 is NaN.
+        """Set the inputs to 0 at tokens that are not trained on. Zeroing the loss is not enough: a
+        NaN input would still make the gradient NaN, because NaN · 0 is NaN.
         """
         return torch.where(on, x, 0.0)
 

@@ -1,4 +1,5 @@
-"""More options for the optimizer: AdamW's constants, 8-bit moments, and two more schedules.
+"""More options for the optimizer: AdamW's constants, 8-bit moments, and two more learning-rate
+schedules.
 
 In: parameter groups, or the number of an optimizer step. Out: an optimizer, or a learning rate.
 Read before: run/optim.py (the default optimizer and the other schedules).

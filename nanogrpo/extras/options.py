@@ -27,14 +27,14 @@ from nanogrpo.extras.reference import SyncReferenceOptions
 from nanogrpo.extras.sharding import ShardingOptions
 from nanogrpo.vllm.options import VLLMOptions
 
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # these losses average the same clipped term
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # losses that average the same clipped term
 WEIGHTED = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 @dataclass(frozen=True)
 class ImportanceOptions(Core):
-    """Sampling ahead of training, log-probs of the engine, and a correction for the gap between
-    engine and trainer.
+    """Sampling ahead of training, log-probs of the engine, and importance weights for the gap
+    between engine and trainer.
     """
 
     max_staleness: int = option(
@@ -354,7 +354,7 @@ class Config(  # the last base class comes first in `--help-all`
     lr_scheduler_type: str = LR_SCHEDULER_TYPE
 
     def __new__(cls, *_: Any, **given: Any) -> Config:
-        """Raise a UserError for a name that is not an option, where Python raises a TypeError."""
+        """Raise a UserError, instead of Python's TypeError, for a name that is not an option."""
         known = cls.__dataclass_fields__
         if mistakes := [trl_names.unknown(name, known) for name in given if name not in known]:
             raise UserError(*mistakes)
@@ -384,7 +384,8 @@ CHOICES = {n: f.metadata["choices"] for n, f in FIELDS.items() if "choices" in f
 
 def layer(given: Mapping[str, Any], notes: trl_names.Notes) -> dict[str, Any]:
     """Return the options of a command line, a file or Python under our names. Other options of TRL
-    remain, for `trl_names.translate`. Note mistakes in the names and in the types of values.
+    keep their names, for `trl_names.translate`. `notes` collects mistakes in the names and in the
+    types of values.
     """
     out: dict[str, Any] = {}
     if isinstance(inner := given.get("model_init_kwargs"), Mapping):
@@ -403,7 +404,7 @@ def layer(given: Mapping[str, Any], notes: trl_names.Notes) -> dict[str, Any]:
             notes.rows += [row] * (row[0] != row[1])
             if name in out and out[name] != ours:
                 raise UserError(
-                    f"--{dashed(theirs)} and --{dashed(name)} are the same: remove one."
+                    f"--{dashed(theirs)} and --{dashed(name)} are the same option: remove one."
                 )
             if name in trl_names.NAMES:
                 trl_names.refuse(name, ours)
@@ -414,5 +415,5 @@ def layer(given: Mapping[str, Any], notes: trl_names.Notes) -> dict[str, Any]:
 
 
 def rules_of(name: str) -> tuple[str, Mapping[str, Any]]:
-    """Return the type of an option and its rules. They are empty if there is no such option."""
+    """Return the type of an option and its rules. Both are empty if there is no such option."""
     return (str(FIELDS[name].type), FIELDS[name].metadata) if name in FIELDS else ("", {})

@@ -14,7 +14,7 @@ PROFILES: dict[str, dict] = {
     # The values are TRL's defaults, or common in published runs (DAPO, arXiv:2503.14476).
     # None of the values was tuned here.
     "full": {
-        "num_generations": 16,  # more completions, so that hard problems get correct answers, too
+        "num_generations": 16,  # with more completions, some solve hard problems
         "generation_batch_size": 512,  # 32 prompts per step
         # four updates of 128 completions per round of sampling; clipping bounds the policy's change
         "steps_per_generation": 4,
@@ -28,7 +28,7 @@ PROFILES: dict[str, dict] = {
         "eval_steps": 25,
         "save_steps": 25,
         "save_total_limit": 3,
-        "log_completions": True,  # read completions first if a reward rises too fast
+        "log_completions": True,  # if a reward rises suspiciously fast, read completions
         "num_completions_to_print": 1,
     },
 }

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from nanogrpo.run.setup import Inputs
 
 
-# Selective checkpointing keeps the results of matrix products and attention.
-# Recomputing norms, rotation and SwiGLU takes little time and saves most of the memory.
-# The entries are parts of operation names. Some installations lack some of the operations.
+# Selective checkpointing keeps the results of matrix products and attention. Recomputing norms,
+# rotation and SwiGLU takes little time and saves most of the memory. The entries are parts of
+# operation names. Some versions of torch do not have all of these operations.
 KEPT = """
     aten.mm. aten.addmm. mkldnn._linear_pointwise
     _scaled_dot_product_ varlen_attn flash_attn
@@ -92,6 +92,7 @@ def be_deterministic() -> None:
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    # By default, torch would now fill new tensors, which is slow. mypy does not know the property.
+    # In this mode, torch fills new tensors by default, which is slow. mypy does not know the
+    # property.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)

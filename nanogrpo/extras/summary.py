@@ -31,12 +31,12 @@ class Summary(NamedTuple):
     metric: str  # such as "held-out accuracy_reward"
     values: dict[int, float]  # finished steps → value
     steps: int
-    seconds: float  # of the steps, without evaluations and saving
+    seconds: float  # time of the steps, without evaluations and saving
     tokens: int  # of prompts and completions
 
     def rank(self, path: Path) -> float:
-        """Return the value of a checkpoint if the run keeps the best one, or else its step. The
-        checkpoint to use has the highest rank.
+        """Return the evaluation of a checkpoint if the run keeps the best checkpoint, or else its
+        step. The checkpoint with the highest result is the one to use.
         """
         step = int(path.name[11:])
         best = self.options.get("load_best_model_at_end")
@@ -53,7 +53,9 @@ class Summary(NamedTuple):
 
 
 def plain(metric: str) -> str:
-    """Return a metric's name without the affixes of the log or of TRL (eval/, rewards/, /mean)."""
+    """Return a metric's name without the prefixes and suffixes of the log or of TRL (eval/,
+    rewards/, /mean).
+    """
     return re.sub(r"^(eval[/_])?(rewards/)?|/mean$", "", metric)
 
 

@@ -41,8 +41,8 @@ def options_of(
     processing_class: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return the options that the arguments of a GRPOTrainer mean. `args` may also be a dict, and
-    `options` override it.
+    """Return the options that correspond to the arguments of a GRPOTrainer. `args` may also be a
+    dict, and `options` override it.
     """
     out = dict(args or {}) if isinstance(args, Mapping | None) else _of_args(args)
     out |= options
@@ -62,7 +62,7 @@ def _of_args(args: Any) -> dict[str, Any]:
     out = _changed(args, use_cpu=args.use_cpu, bf16=args.bf16)  # as this machine requires
     if args.use_cpu:
         out["use_cpu"] = True
-    # a GRPOConfig fills in the sizes that are not given
+    # a GRPOConfig fills in batch sizes that are not given
     if out.keys() & {"generation_batch_size", *BATCH}:
         out |= {name: getattr(args, name) for name in BATCH}
         out.pop("generation_batch_size", None)
@@ -93,8 +93,8 @@ def _changed(config: Any, **same: Any) -> dict[str, Any]:
 
 
 def _name_of(model: Any) -> str:
-    """Return the folder or hub id of a model. A model object must have exactly the weights that are
-    stored there, because the run reads them again.
+    """Return the folder or hub id of a model. A model object must have exactly the weights in this
+    folder, because the run reads the folder again.
     """
     if isinstance(model, str | Path):
         return str(model)
@@ -106,12 +106,12 @@ def _name_of(model: Any) -> str:
     for key, stored in checkpoint.tensors(checkpoint.files(checkpoint.locate(name))):
         own = mine.get(key, torch.empty(0)).cpu()
         if not torch.equal(own, stored[:].to(own.dtype)):
-            raise UserError(f"{kind} whose {key} is not that of {name}: {SAVE}.")
+            raise UserError(f"{kind} whose {key} differs from that of {name}: {SAVE}.")
     return name
 
 
 def _compare(processing_class: Any, name: str) -> None:
-    """Raise UserError if a tokenizer or processor is not that in the folder of the model."""
+    """Raise UserError if a tokenizer or processor differs from the one in the model's folder."""
     messages = [{"role": "user", "content": "1+1="}]
     if getattr(processing_class, "chat_template", None):
         theirs = processing_class.apply_chat_template(

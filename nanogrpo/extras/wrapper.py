@@ -2,7 +2,7 @@
 
 * ahead.py samples steps ahead of training.
 * tools/turns.py lets a user's function control the turns of a completion.
-* vllm/sleeping.py frees the memory of a server while the trainer trains.
+* vllm/sleeping.py frees the GPU memory of a vLLM server while the trainer trains.
 
 In: an engine (engine/base.py). Out: an engine that the training loop uses in the same way. Read
 next: ahead.py.

@@ -474,7 +474,7 @@ class Stuck(Counter):
         (lambda: 5, "int needs a method `reset(self, **row)`, which is called before each"),
         (failing_environment, "--environment-factory: the class raised OSError: no port; fix it"),
         (Bare, "Bare needs a method `reset(self, **row)`, which is called before each completion"),
-        (Wrong, "Wrong.reset (prompt 0) returned a int: return a text"),
+        (Wrong, "Wrong.reset (prompt 0) returned a int: return a string"),
         (Strict, "Strict.reset (prompt 0) raised TypeError: Strict.reset() got an unexpected"),
         (Stuck, "Stuck.reset (prompt 0) raised TimeoutError: no answer within 0.1 s"),
     ],
@@ -518,8 +518,8 @@ def test_a_time_limit_needs_the_main_thread():
     thread.start()
     thread.join()
     assert found == [
-        "--tool-timeout 30 needs a signal, which only the main thread receives: train in that "
-        "thread, or use 0."
+        "--tool-timeout 30 needs a signal, which only the main thread receives: train in the "
+        "main thread, or use --tool-timeout 0."
     ]
 
 

@@ -179,7 +179,7 @@ def leaves(samples, turns):
         (leaves, "leaves raised SystemExit: 0; fix the function"),
         (
             lambda samples, turns: turns.generate(samples, stop=("no such token",)),
-            "choose a text that is one token",
+            "choose a string that is a single token",
         ),
         (fills(logp=[-1.0]), "tokens that cannot be trained on"),
         (fills(versions=[7, 6]), r"turns.engine.version \(7\)"),

@@ -143,7 +143,7 @@ def test_pictures_get_the_places_that_trl_gives_them(base, name):
     try:
         expected = prepare_multimodal_messages(messages, given)
     except ValueError:
-        with pytest.raises(UserError, match="make the numbers equal"):
+        with pytest.raises(UserError, match="make the two numbers equal"):
             reader.insert(messages, {"images": given}, base)
         return
     found, order = reader.insert(messages, {"images": given}, base)

@@ -1,1 +1,2 @@
-"""The built-in task, and a base model that can still improve on it. Start with task.py."""
+"""The built-in task `arithmetic`, and a base model that can still improve on this task. Start with
+task.py."""

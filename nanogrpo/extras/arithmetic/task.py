@@ -4,9 +4,9 @@
     nanogrpo warmup runs/base
     nanogrpo train --model runs/base --data arithmetic
 
-In: the name of a split. Out: records for data/prompts.py. A hash of a problem's text decides its
-split, so no held-out problem occurs in a training prompt or a warm-up text. Read next:
-warmup.py (a base model that can still improve on this task), rewards/builtin.py.
+In: the name of a split, "train" or "eval". Out: records for data/prompts.py. A hash of a problem's
+text decides its split, so no held-out problem occurs in a training prompt or a warm-up text. Read
+next: warmup.py (a base model that can still improve on this task), rewards/builtin.py.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ def problem(rng: random.Random) -> str:
 
 
 def held_out(text: str) -> bool:
-    """Return whether a problem is held out. A hash of its text selects one problem in eight."""
+    """Return whether a problem is held out. A hash of the problem's text holds out one problem in
+    eight.
+    """
     return hashlib.blake2b(text.encode()).digest()[0] % 8 == 0
 
 
 def problems(split: str, count: int, seed: int) -> list[str]:
     """Return `count` different problems of the split "train" or "eval"."""
     rng = random.Random(f"arithmetic,{split},{seed}")
-    found: dict[str, None] = {}  # used as an ordered set
+    found: dict[str, None] = {}  # a dict used as an ordered set
     while len(found) < count:
         text = problem(rng)
         if held_out(text) == (split == "eval"):

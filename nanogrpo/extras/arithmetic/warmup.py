@@ -7,8 +7,8 @@ The model first learns to work out sums term by term. Then the model briefly imi
 student. In four cases out of five, this student works out a short sum step by step, but answers a
 long sum without any steps. The base model copies both habits and so fails at sums that it could
 solve. The base model's answers without steps are mostly wrong, and its answers with steps are
-mostly right. This training favours neither of the two habits. GRPO finds the better habit. In:
-a seed. Out: a checkpoint folder in Hugging Face's layout. Read next: train.py.
+mostly right. The warm-up favours neither of the two habits. GRPO then finds that answers with steps
+get more reward. In: a seed. Out: a checkpoint folder in Hugging Face's layout. Read next: train.py.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def write_tokenizer(folder: Path) -> Tokenizer:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = tokenizers.decoders.Fuse()  # joins tokens without spaces
     tokenizer.add_special_tokens(["<|pad|>", *TAGS[:3]])
-    tokenizer.add_tokens(TAGS[3:])  # visible to reward functions, so not special
+    tokenizer.add_tokens(TAGS[3:])  # reward functions must see these tags, so they are not special
     tokenizer.save(str(folder / "tokenizer.json"))
     template = (
         "{%- for m in messages %}"
@@ -85,8 +85,8 @@ def make_base(folder: Path, seed: int = 0, steps: int = 600) -> None:
     """Train the base model from scratch on `steps` batches of 64 solved problems and write its
     checkpoint.
 
-    Keep an existing base that was made with the same seed and number of steps. Raises UserError if
-    the folder contains any other files.
+    Keep an existing base model that was made with the same seed and number of steps. Raises
+    UserError if the folder contains any other files.
     """
     folder = folder.resolve()
     made, mark = json.dumps({"seed": seed, "steps": steps}) + "\n", folder / MARK
@@ -121,8 +121,8 @@ def new_model(tokenizer: Tokenizer) -> Decoder:
 
 
 def teach(model: Decoder, tokenizer: Tokenizer, seed: int, steps: int) -> None:
-    """Train any model whose vocabulary includes the tokenizer's ids. The last quarter of the steps
-    trains on the lazy student's solutions.
+    """Train any model whose vocabulary includes all ids of the tokenizer. The last quarter of the
+    steps trains on the lazy student's solutions.
     """
     rng = random.Random(f"warm-up,{seed}")
 

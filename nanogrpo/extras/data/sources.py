@@ -29,7 +29,7 @@ class Sources(Feature):
         self.options = cfg if isinstance(cfg, DataOptions) else DataOptions()
 
     def encode(self, prompt: Prompt, variables: dict, *_: Any) -> None:
-        """Parse the chat template's variables that are given as JSON text."""
+        """Parse those variables of the chat template that the data contain as JSON text."""
         for name in variables.keys() & prompt.columns.keys():
             variables[name] = _variable(variables[name])
 
@@ -62,7 +62,7 @@ class Sources(Feature):
 
 
 def _variable(value: Any) -> Any:
-    """Return the value of a chat template's variable. The data may contain the value as JSON text.
+    """Return the value of a chat template's variable. The value may be JSON text in the data.
 
     If objects have different fields, Arrow fills in the missing fields with nulls. These nulls are
     dropped.
@@ -108,14 +108,14 @@ def _file(path: Path) -> list[dict]:
 
 
 def _load(source: str, config: str) -> Mapping[str, Any]:
-    """Return the splits of a data set by name. The name "" means a data set without splits."""
+    """Return the splits of a data set by name. A data set without splits becomes {"": data set}."""
     datasets = _import("datasets", source)
     try:
         if any(Path(source, name).is_file() for name in ("state.json", "dataset_dict.json")):
             saved = datasets.load_from_disk(source)
             return saved if isinstance(saved, Mapping) else {"": saved}
         return datasets.load_dataset(source, config or None)
-    # the library raises errors of many types
+    # the package datasets raises errors of many types
     except Exception as e:
         reason = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
         raise UserError(

@@ -2,14 +2,15 @@
 
     --data reasoning_gym:countdown:size=2000,max_numbers=4 --reward-funcs reasoning_gym
 
-In: the name of a data set of that package, with arguments such as `size` and `seed`. Out: records
+In: the name of a data set of reasoning-gym, with arguments such as `size` and `seed`. Out: records
 with a question, an answer, and the column `reasoning_gym`. The reward function `reasoning_gym`
-reads the problem and the name of its data set from that column. Read next: extras/gym/reward.py.
+reads the problem and the name of its data set from this column of a record. Read next:
+extras/gym/reward.py.
 
-Some verifiers pass the answer to Python's `eval`, or to sympy, which evaluates the answer, too.
-With such a verifier, a completion could run any program. The data sets in EVALUATE are therefore
-refused. For the data sets in ARITHMETIC, reward.py passes an answer to the verifier only if it is
-plain arithmetic.
+Each data set has a verifier, which scores answers. Some verifiers evaluate the answer with Python's
+`eval` or with sympy, so a completion could run any program. The data sets with such verifiers are
+listed in EVALUATE, and are refused. For the data sets in ARITHMETIC, reward.py passes an answer to
+the verifier only if it is plain arithmetic.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def records(source: str, held_out: bool) -> list[dict]:
 
 @lru_cache(maxsize=16)
 def dataset(source: str) -> Any:
-    """Return the data set of a source, a sequence of problems with its own `score_answer`."""
+    """Return the data set of a source, a sequence of problems with a method `score_answer`."""
     try:
         import reasoning_gym
     except ImportError as e:

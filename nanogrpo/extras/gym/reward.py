@@ -2,7 +2,7 @@
 
 In: completions, and the column `reasoning_gym` that data.py writes. Out: a score from 0 to 1 for
 each completion. The function runs in the same process as the user's reward functions. Read next:
-extras/gym/data.py (which verifiers evaluate the answer), rewards/builtin.py.
+extras/gym/data.py (the verifiers that evaluate the answer as code), rewards/builtin.py.
 """
 
 from __future__ import annotations

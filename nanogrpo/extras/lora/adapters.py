@@ -4,10 +4,10 @@ adapter_model.safetensors.
 In: a model with adapters (lora.py), and the options. Out: adapters, initialized or loaded, and
 folders that peft can load on top of the base model:
 `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)`. If the base was in
-four bits, the folder also has quantization_config.json, with the arguments for transformers'
-BitsAndBytesConfig that give the same base. PEFT's tensor names are ours with a prefix and a suffix.
-PEFT features that we do not support are rejected with a message that names them. Read before:
-lora.py. Read next: run/state.py (when adapters are saved).
+four bits, the folder also has quantization_config.json, with the arguments of transformers'
+BitsAndBytesConfig that quantize a base model in the same way. PEFT's tensor names are ours with a
+prefix and a suffix. PEFT features that we do not support are rejected with a message that names
+them. Read before: lora.py. Read next: run/state.py (when adapters are saved).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from nanogrpo.model.weights import gathered
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 QUANTIZATION = "quantization_config.json"  # in the same folder, if the base has four-bit weights
 SUBFOLDER = "adapter"  # the subfolder of a checkpoint that has only the adapters
-# The fields of adapter_config.json that we accept. Some do not change the computation, and we
-# support the others.
-# Every other field must be absent, empty or "none", including fields that PEFT may add later.
+# The fields of adapter_config.json that we accept. Each of these fields is either supported or does
+# not change the computation. Every other field must be absent, empty or "none", including fields
+# that PEFT may add later.
 KNOWN = """
     r lora_alpha use_rslora target_modules lora_dropout task_type inference_mode
     auto_mapping revision base_model_name_or_path peft_version megatron_core qalora_group_size
@@ -53,8 +53,8 @@ def peft_name(name: str) -> str:
 
 @torch.no_grad()
 def initialize(model: Decoder, cfg: Config) -> None:
-    """Initialize the adapters of a full or sharded model from --lora-adapter. If this option is not
-    set, B is 0 and A is random, as in PEFT. A depends on the seed.
+    """Initialize the adapters of a full or sharded model from --lora-adapter. Without
+    --lora-adapter, B is 0 and A is random, as in PEFT. A depends on the seed.
 
     A is uniform within ±1/√in (kaiming_uniform with a = √5). Every rank draws the full matrix A, so
     its values do not depend on the number of ranks.
@@ -91,8 +91,8 @@ def check_base(source: Path, cfg: Config) -> None:
 
 
 def load(model: Decoder, folder: Path, cfg: Config) -> None:
-    """Read --lora-adapter, a folder in PEFT's format, into the adapters. Raises UserError if
-    something does not match the model or the options.
+    """Read --lora-adapter, a folder in PEFT's format, into the adapters. Raises UserError if the
+    adapters do not match the model or the options.
     """
     where = f"--lora-adapter {folder}"
 

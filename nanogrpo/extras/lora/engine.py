@@ -38,5 +38,5 @@ class SharingEngine(LocalEngine):
             if first or lora.is_adapter(name):
                 where = self.device, mine[name].dtype
                 taken[name] = gathered(p).to(*where, copy=lora.is_adapter(name))
-        self.model.load_state_dict(taken, strict=False, assign=first)  # it lacks a tied head
+        self.model.load_state_dict(taken, strict=False, assign=first)  # `taken` has no tied head
         self.model.tie()

@@ -49,7 +49,7 @@ class LoRALinear(nn.Module):
         r = cfg.lora_r
         self.in_features, self.out_features = base.in_features, base.out_features
         self.bias: Any = None
-        for name, p in base.named_parameters():  # with the same names, because checkpoints use them
+        for name, p in base.named_parameters():  # checkpoints contain these names
             setattr(self, name, p)
         self.internal = ("lora_A", "lora_B", *getattr(base, "internal", ()))
         weight: Any = base.weight
@@ -80,7 +80,7 @@ class LoRALinear(nn.Module):
         y = nf4.Linear4bit.forward(self, x) if self.four_bits else linear(x, self.weight, self.bias)
         if not self.enabled:
             return y
-        A, B = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)  # FSDP has cast them already
+        A, B = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)  # FSDP has cast A and B
         return y + self.scale * linear(linear(x, A), B)
 
 

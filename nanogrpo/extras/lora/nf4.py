@@ -7,11 +7,11 @@ n weights of a matrix, row by row, are divided into blocks of 64:
 
 * weight [n/64, 32] has two 4-bit codes per byte. A row is a block.
 * absmax [n/64, 1] is the largest absolute value of each block, as an 8-bit code.
-* nested [k+1, 4] has k+1 float32 numbers of 4 bytes each. The first k numbers are factors: one for
-  every 256 codes of absmax. The last number is the mean of all values of absmax.
+* nested [k+1, 4] has k+1 float32 numbers of 4 bytes each. Each of the first k numbers is the scale
+  of 256 codes of absmax. The last number is the mean of all values of absmax.
 
 The three tensors are stored as bytes, because FSDP would cast floats to another dtype. FSDP shards
-each tensor by rows, and gathers it before a layer computes.
+each tensor by rows, and gathers the tensor before the layer runs.
 
 The forward pass dequantizes a matrix, multiplies with it and frees it. The backward pass does the
 same, so no more than one full matrix exists at a time. Read next: nf4_kernels.py (the code book and
@@ -72,7 +72,7 @@ class Linear4bit(nn.Module):
         blocks, rest = divmod(base.weight.numel(), BLOCK)
         if rest:
             raise UserError(
-                f"--load-in-4bit needs matrices of whole blocks of {BLOCK} weights, but one layer "
+                f"--load-in-4bit needs matrices with a multiple of {BLOCK} weights, but one layer "
                 f"has {self.out_features} × {self.in_features} weights: leave the option out."
             )
         for name, shape in (
@@ -140,15 +140,15 @@ def shape_of(layer: Any) -> torch.Size:
 
 
 def _quantized(shape: torch.Size, parts: Sequence[Tensor]) -> Quantized:
-    # FSDP of torch 2.11 casts bytes to bfloat16, too; bfloat16 represents them exactly
+    # FSDP of torch 2.11 also casts bytes to bfloat16, which represents 0 to 255 exactly
     weight, absmax, nested = (p.to(torch.uint8) for p in parts)
     floats = nested.view(torch.float32).squeeze(1)  # [k+1]
     return Quantized(weight, absmax, floats[:-1], floats[-1], shape)
 
 
 def quantized(weight: Tensor) -> Quantized:
-    """Quantize a weight of any shape that fills whole blocks, and then the blocks' absmax. If any
-    block has an inf or NaN, none of the quantized weights is finite.
+    """Quantize a weight whose size is a multiple of BLOCK, and then the absmax of its blocks. If
+    any block has an inf or NaN, none of the quantized weights is finite.
     """
     packed, absmax = functions_for(weight.device).nf4_quantize(weight)
     return Quantized(packed, *quantize_absmax(absmax), weight.shape)

@@ -1,5 +1,5 @@
-"""NF4 weights (four bits each) in plain PyTorch. A CPU uses this code, and nf4_kernels.py must give
-the same results.
+"""NF4 weights (four bits each) in plain PyTorch. This code runs on a CPU, and nf4_kernels.py must
+give the same results.
 
 In: a weight of any float type, with a multiple of 64 elements. Out: a `Quantized`, or the weight
 computed from it, or the product of x [rows, in] and the weight. Read next: nf4_kernels.py (the
@@ -58,7 +58,7 @@ def nf4_tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
 class Quantized(NamedTuple):
     """A weight in NF4. The tensors have the values and names that bitsandbytes stores. The tensors
-    may have any shape, as long as the order of the numbers is the same.
+    may have any shape that keeps the order of their numbers.
     """
 
     packed: Tensor  # uint8, two codes per byte, the first in the upper four bits

@@ -7,9 +7,9 @@
     model   The product is 42.<|im_end|>
 
 In: samples without tokens. Out: the same samples with all turns (turns.py), and the conversation as
-messages for the reward functions (`Sample.conversation`). Only the model's tokens are trained on,
-and they are never decoded and encoded again. The text between two turns has the format of the
-model's chat template, and is tokenized separately.
+messages for the reward functions (`Sample.conversation`). Only tokens that the model sampled are
+trained on, and these tokens are never decoded and encoded again. The text between two turns has the
+format of the model's chat template, and is tokenized separately.
 
 If a call fails (malformed JSON, an unknown name, wrong arguments, an exception, --tool-timeout),
 the error becomes the tool's answer. The model reads this answer, and can learn from it. Read
@@ -94,7 +94,7 @@ class ToolCalls:
             tokenizer.decode([id], skip_special_tokens=False) for id in tokenizer.stop_token_ids
         ]
         self.option = "--tools" if functions else "--environment-factory"
-        # the most characters of a token
+        # the largest number of characters in a token
         self.longest = max(map(len, tokenizer._tokenizer.get_vocab()))
         self.schemas = schemas(functions, environments)
         described = [each["function"] for each in self.schemas]
@@ -183,7 +183,7 @@ class ToolCalls:
         return calls
 
     def _call(self, s: Sample, call: Call) -> Answer | Coroutine:
-        """Make a call. For an async function, return the coroutine."""
+        """Call a tool and return its answer, or the coroutine of an async tool."""
         own = methods(_conversation(s).arguments.get("environments"))
         functions = {f.__name__: f for f in [*self.functions, *own]}
         if not call.name:
@@ -214,7 +214,7 @@ class ToolCalls:
         future = asyncio.run_coroutine_threadsafe(together(), self.loop)
         try:
             return future.result(self.timeout + 1.0 if self.timeout else None)
-        except concurrent.futures.TimeoutError as e:  # a tool blocks the loop
+        except concurrent.futures.TimeoutError as e:  # a tool blocks the event loop
             loop, self.loop = self.loop, None
             # As soon as the tool returns, the loop ends. The next calls use a new event loop.
             future.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
@@ -247,8 +247,8 @@ class ToolCalls:
         return self.tokenizer.render(messages, tools=self.schemas, **self.template)
 
     def _between(self, answers: list[dict]) -> list[int]:
-        """Return the ids that follow the end of the model's turn: the answers, in the form of the
-        template, and the beginning of the model's next turn.
+        """Return the ids that follow the end of the model's turn: the answers as the template
+        formats them, and the beginning of the model's next turn.
         """
         encode, contents = self.tokenizer.encode, [each["content"] for each in answers]
         if all(encode(text) == encode(text, special=False) for text in contents):
@@ -263,8 +263,8 @@ class ToolCalls:
     def _after_turn(self, answers: list[dict]) -> str:
         """Return what the template writes after the end token of a turn with tool calls.
 
-        The conversation before that token does not matter, so a short conversation is rendered.
-        Raises ValueError if the template does not end a turn with a stop token.
+        This text does not depend on the conversation before the token, so a short conversation is
+        rendered. Raises ValueError if the template does not end a turn with a stop token.
         """
         text = self._example(answers).partition(ARGUMENT)[2]
         _, end = min((text.index(stop), stop) for stop in self.stops if stop in text)
@@ -379,8 +379,8 @@ def types_of(schema: dict) -> list[str]:
 
 
 def converted(text: str, schema: dict) -> Any:
-    """Convert a text to the first type of a schema that fits, as transformers and TRL do. A text
-    that fits no type is returned unchanged. The tool may refuse it.
+    """Convert a string to the first type in a schema that fits it, as transformers and TRL do. A
+    string that fits no type is returned unchanged. The tool may refuse it.
     """
     word = text.strip()
     for type in types_of(schema):
@@ -404,7 +404,7 @@ def converted(text: str, schema: dict) -> Any:
 
 
 def failed(error: Any) -> Answer:
-    """error: a text, or an exception."""
+    """error: a string or an exception."""
     return Answer(readable({"error": text_of(error) or type(error).__name__}), failed=True)
 
 

@@ -22,7 +22,8 @@ from nanogrpo.types import Prompt
 
 class Environments:
     def __init__(self, factory: Callable[[], Any], timeout: float = 0.0):
-        """Make the first environment. timeout: seconds for a call of the user's class; 0: no limit.
+        """Make the first environment. timeout: the most seconds that a call of the user's class may
+        take; 0: no limit.
 
         Raises UserError if the class cannot be called, or lacks a method that it needs.
         """
@@ -33,7 +34,8 @@ class Environments:
         if not (hasattr(first, "reset") and methods(first)):
             raise UserError(
                 f"--environment-factory: {self.name} needs a method `reset(self, **row)`, which is "
-                "called before each completion, and another, such as step, for the model to call."
+                "called before each completion, and another method, such as step, which the model "
+                "calls."
             )
 
     def get(self, i: int) -> Any:
@@ -50,7 +52,7 @@ class Environments:
         if not isinstance(observation, str | None):
             raise UserError(
                 f"--environment-factory: {what} returned a {type(observation).__name__}: return a "
-                "text, which is added to the prompt, or None."
+                "string, which is added to the prompt, or None."
             )
         return observation or ""
 

@@ -50,7 +50,7 @@ class Tools(Feature):
         if not self.rollout and cfg.tool_timeout and current_thread() is not main_thread():
             raise UserError(
                 f"--tool-timeout {cfg.tool_timeout:g} needs a signal, which only the main thread "
-                "receives: train in that thread, or use 0."
+                "receives: train in the main thread, or use --tool-timeout 0."
             )
         self.environments = Environments(factory, cfg.tool_timeout) if factory else None
         self.schemas = schemas(self.functions, self.environments) if not self.rollout else []
@@ -58,7 +58,7 @@ class Tools(Feature):
         if (self.own_reward is not None) != ("environment" in cfg.reward_funcs):
             raise UserError(
                 "--reward-funcs environment calls get_reward of --environment-factory: add "
-                "environment if the class has this method, and leave environment out if not."
+                "environment if the class has this method, and otherwise leave environment out."
             )
 
     def reward(self, name: str, *_: Any) -> Callable | None:

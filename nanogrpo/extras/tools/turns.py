@@ -87,8 +87,8 @@ class Turns:
         ids = self.tokenizer.encode(text)
         if len(ids) != 1:
             raise UserError(
-                f"--rollout stops at {text!r}, which is {len(ids)} tokens: choose a text that is "
-                "one token."
+                f"--rollout stops at {text!r}, which is {len(ids)} tokens: choose a string that "
+                "is a single token."
             )
         return ids[0]
 
@@ -157,7 +157,7 @@ class TurnsEngine(Wrapper):
     ):
         self.engine, self.function, self.tokenizer = engine, function, tokenizer
         self.vocab_size, self.gather = vocab_size, gather
-        # `ToolCalls` is such a function, too
+        # `ToolCalls` is a rollout function, too
         self.name = getattr(function, "option", f"--rollout: {name_of(function)}")
 
     def sample(

@@ -26,8 +26,8 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from nanogrpo.errors import UserError, reading
 
 COLUMNS = ("image", "images")
-ORIENTATION = 0x0112  # the EXIF tag; 1: upright
-FORMATS = "PNG, JPEG, WEBP, GIF, BMP, TIFF"  # for other formats, Pillow starts programs
+ORIENTATION = 0x0112  # the EXIF tag for the orientation; 1: upright
+FORMATS = "PNG, JPEG, WEBP, GIF, BMP, TIFF"  # for other formats, Pillow starts other programs
 
 
 class Picture:
@@ -56,8 +56,9 @@ class Reader:
         folder.
 
         The pictures of the column `images`, or else `image`, fill the parts {"type": "image"} of
-        the messages. If there are no such parts, the pictures come before the text of the first
-        user message. A text with pictures becomes a user message. `columns` gets the pictures, too.
+        the messages. If no message has such a part, the pictures come before the text of the first
+        user message. A prompt that is a string becomes a user message if it has pictures. `columns`
+        gets the pictures, too.
         """
         given: list[Picture] = []
         for column in COLUMNS:  # the last one counts
@@ -82,7 +83,7 @@ class Reader:
         if len(places) != len(given):
             raise UserError(
                 f"{len(given)} of its pictures are in columns, but its messages have {len(places)} "
-                'parts {"type": "image"} for them: make the numbers equal.'
+                'parts {"type": "image"} for them: make the two numbers equal.'
             )
         for part, picture in zip(places, given):
             part["image"] = picture

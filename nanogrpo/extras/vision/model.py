@@ -119,8 +119,9 @@ class Merger(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Patches [N, C·Tp·Ph·Pw] → features of tokens [N / m², D of the decoder]: those that become
-    embeddings, then those of DeepStack.
+    """Patches [N, C·Tp·Ph·Pw] → a list of image-token features [N / m², D of the decoder]. The
+    first item replaces the tokens' embeddings, and the others are added in the decoder's first
+    layers (DeepStack).
     """
 
     def __init__(self, c: VisionConfig):
@@ -237,7 +238,7 @@ class VisionBody(nn.Module):
 
 
 class VisionDecoder(Decoder):
-    """A Qwen3-VL: a decoder whose `model` receives pictures, too."""
+    """A Qwen3-VL: a decoder whose `model` also accepts pictures."""
 
     @classmethod
     def from_config(cls, raw: dict, where: str) -> VisionDecoder:

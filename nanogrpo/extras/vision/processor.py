@@ -142,7 +142,7 @@ class Images:
             yield file.getvalue()
 
     def __repr__(self) -> str:
-        """Return a short key for the content. Different pictures have different keys."""
+        """Return a short key for the pictures. Different pictures have different keys."""
         return f"{self.settings} {[hashlib.sha256(file).hexdigest() for file in self.sources]}"
 
     def write(self, folder: Path) -> dict[str, list[str]]:
