@@ -57,6 +57,9 @@ def link_code(app, tree: nodes.document) -> None:
         path, _ = app.env.relfn2path(node["reftarget"])
         if Path(path).suffix in CODE:
             node.replace_self(link(path, 0, *node.children))
+    for node in list(tree.findall(addnodes.pending_xref)):
+        if (ROOT / app.env.relfn2path(node["reftarget"])[0]).is_dir():
+            node.replace_self(node.children)  # a folder has no page
     for node in list(tree.findall(nodes.caption)):
         if (ROOT / node.astext()).is_file():
             first = node.parent[1].astext().strip().partition("\n")[0].strip()

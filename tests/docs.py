@@ -1,6 +1,7 @@
 """Check the blocks of code and output in docs/*.md against the code and its real output.
 
-    python -m tests.docs        # write into the pages of the course what the code prints now
+    python -m tests.docs        # write into the pages of the course, and their
+                                notebooks, what the code prints now
 
 Three kinds of blocks are checked:
 
@@ -17,6 +18,7 @@ import contextlib
 import io
 import itertools
 import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -126,3 +128,4 @@ def walkthrough() -> str:
 if __name__ == "__main__":
     for path in (ROOT / f"docs/{name}.md" for name in ("grpo", "choices", "walkthrough")):
         path.write_text(updated(path.read_text(), walkthrough))
+    runpy.run_path(str(ROOT / "docs/notebooks.py"), run_name="__main__")

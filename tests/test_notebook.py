@@ -31,7 +31,7 @@ BOOKS = runpy.run_path(str(NOTEBOOK.parents[1] / "docs/notebooks.py"))["written"
 @pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
 def test_the_chapters_of_the_course_run_as_notebooks(path):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    assert path.read_text() == BOOKS[path], "run python docs/notebooks.py"
+    assert path.read_text() == BOOKS[path], "run python -m tests.docs"
     notebook = nbformat.reads(BOOKS[path], as_version=4)
     nbformat.validate(notebook)
     resources = {"metadata": {"path": str(path.parent)}}
