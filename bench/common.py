@@ -5,9 +5,9 @@ was measured, on which machine, with which versions, at which commit and by whic
 tables and plots are generated from these records.
 
 A benchmark is a module with `main(argv)` that runs as `python -m bench.<name>`. A benchmark
-compares several programs, called its sides, such as nanogrpo and TRL. The sides are timed
-alternately in one process (`interleave`), so that a busy machine or a hot chip affects all sides
-equally. The tables show medians and the spread. Read next: rollout_speed.py.
+compares several programs, called its sides, such as nanogrpo and TRL. The programs are timed
+alternately in one process (`interleave`), so that a busy machine or a hot chip affects all of them
+equally. The tables show the median and the spread of the times. Read next: rollout_speed.py.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from nanogrpo.model.hf_config import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-SIDES = ("nanogrpo", "TRL")  # the two sides of benchmarks that compare full runs
-# a third side: TRL trains on the completions that nanogrpo sampled with the same seed
+SIDES = ("nanogrpo", "TRL")  # programs in benchmarks of full runs
+# a third kind of run: TRL trains on the completions that nanogrpo sampled with the same seed
 REPLAYED = "TRL, our completions"
 
 
@@ -81,7 +81,7 @@ def place_of(folder: Path, path: str) -> Path:
 def add_alone(parser: argparse.ArgumentParser) -> None:
     """Add the option `--alone`, which compare.py uses."""
     parser.add_argument(
-        "--alone", action="store_true", help="measure nanogrpo without the programs of others"
+        "--alone", action="store_true", help="measure only nanogrpo, without other programs"
     )
 
 
@@ -141,7 +141,7 @@ def vllm_python() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """The seconds that each repeat of one side took, in the order of the repeats."""
+    """The seconds of each repeat of one side, in the order of the repeats."""
 
     seconds: list[float]
 
@@ -160,9 +160,9 @@ def interleave(
 ) -> dict[str, Timing]:
     """Time each side `repeats` times, in rotating order: A B C, B C A, C A B, …
 
-    The order rotates, so that a side does not run after the same other side every time. `warmup`
-    untimed rounds come first. On a GPU, each call is followed by a synchronization. A progress bar
-    is shown on stderr.
+    The order rotates, so that no side always runs after the same other side. `warmup` untimed
+    rounds come first. On a GPU, each call is followed by a synchronization. A progress bar is shown
+    on stderr.
     """
     names = list(sides)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -237,7 +237,7 @@ def machine() -> dict:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            continue  # only installed packages are recorded
+            continue  # the versions of installed packages only
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
@@ -342,7 +342,7 @@ def table(title: str, columns: Sequence[str], lines: Sequence[Sequence[object]])
     for line in lines:
         out.add_row(*map(show, line))
     console = Console()
-    # a log file has no width, but each row must fit on one line
+    # in a log file, which has no width, each row must fit on one line
     console.width = max(console.width, 150)
     console.print(out)
 

@@ -3,13 +3,13 @@
     git worktree add ../main main
     python -m bench.compare ../main --bench step_time --cases "even, G=8" "uneven, G=8"
 
-In: the other checkout, a benchmark, and options of this benchmark. Out: a table with one row per
+In: the other checkout, a benchmark, and options of the benchmark. Out: a table with one row per
 case, and one line with the verdict. The benchmark runs in a new process for each measurement, with
-`--alone`, so nanogrpo is measured without other programs. The two checkouts take turns, and the
-order within a pair changes from pair to pair, so a busy machine affects both checkouts equally.
-Each pair gives a ratio: the seconds of this checkout divided by the seconds of the other one. A
-case is called faster or slower only if all its ratios are below 1, or all are above 1. Nothing is
-written into the checkouts. Read next: step_time.py.
+`--alone`, so nanogrpo is measured without other programs. The two checkouts are measured in pairs
+of runs, whose order alternates, so a busy machine affects both checkouts equally. Each pair of runs
+gives a ratio: the seconds of this checkout divided by the seconds of the other one. A case is
+called faster or slower only if all its ratios are below 1, or all are above 1. Nothing is written
+into the checkouts. Read next: step_time.py.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def measure(checkout: Path, bench: str, options: Sequence[str]) -> dict[str, flo
 
 
 def verdict(ratios: Sequence[float]) -> str:
-    """Return how this checkout compares with the other one, given the ratio of each pair.
+    """Return how this checkout compares with the other one, given the ratios of the pairs of runs.
 
     >>> [verdict(x) for x in ([0.9, 0.95], [0.99, 1.01], [1.2, 1.3])]
     ['7.5 % faster', 'no difference', '25.0 % slower']

@@ -22,7 +22,7 @@ ALL_REDUCE = 1e-5  # seconds of an all-reduce between the GPUs of a vLLM server
 
 
 class Layer(NamedTuple):
-    """The number of operations in one layer, and the bytes per token that these operations read and
+    """The number of operations in one decoder layer, and the bytes per token that they read and
     write. The bytes that matrix products and attention move are not included.
     """
 
@@ -41,7 +41,7 @@ class Device(NamedTuple):
     bandwidth: float  # bytes/s of its memory
     loss: float  # seconds per logit to compute loss and gradient
     draw: float  # seconds per logit to sample a token
-    launch: float  # minimum duration of an operation in a decode step, in seconds
+    launch: float  # least seconds that an operation of a decode step takes
     host: float  # seconds that the host needs to launch an operation in training
     token: float  # seconds that the host spends on a sampled token
     decode: float  # FLOP/s of the matrix products of a decode step
@@ -67,8 +67,8 @@ def _gpu(tflops: float, tb: float, gib: int, link: float, network: float) -> Dev
         flops=flops,
         attention=0.13e12 * tflops,
         bandwidth=bandwidth,
-        loss=4 / bandwidth,  # a logit in bfloat16 is read once and written once
-        draw=4 / bandwidth,  # a logit in bfloat16 is read twice
+        loss=4 / bandwidth,  # one read and one write of a logit in bfloat16
+        draw=4 / bandwidth,  # two reads of a logit in bfloat16
         launch=3.2e-6,
         host=5e-5,
         token=4.3e-6,
@@ -82,10 +82,9 @@ def _gpu(tflops: float, tb: float, gib: int, link: float, network: float) -> Dev
 
 
 # From NVIDIA's data sheets. Memory sizes are in GiB. An L40S has 48 GiB, of which ECC takes 3 GiB.
-# Each GPU has one network adapter.
-# An adapter transfers 400 Gbit/s in machines with H100, H200 or B200.
-# An adapter transfers 200 Gbit/s with A100, 100 Gbit/s with L40S, and 10 Gbit/s with other GPUs.
-# A T4 or a V100 has no bfloat16, so a run needs a newer GPU.
+# Each GPU has one network adapter. Its speed is 400 Gbit/s in machines with H100, H200 or B200, 200
+# Gbit/s with A100, 100 Gbit/s with L40S, and 10 Gbit/s with other GPUs. A T4 or a V100 has no
+# bfloat16, so a run needs a newer GPU.
 GPUS = {
     "L4": _gpu(121, 0.3, 23, 32, 1.25),
     "A10G": _gpu(70, 0.6, 23, 32, 1.25),
@@ -105,9 +104,9 @@ GPUS = {
 
 def gpu(name: str) -> tuple[str, Device] | None:
     """Return a GPU by name, or by memory as in `24GB`. For a memory size, the speeds are those of
-    the GPU in `GPUS` with the nearest memory, or of the slowest of several such GPUs. The result is
-    the name of the GPU whose speeds are used, and the device. The result is None for any other
-    name.
+    the GPU in `GPUS` with the nearest memory size, or of the slowest of such GPUs if there are
+    several. The result is the name of the GPU whose speeds are used, and the device, or None if the
+    name is unknown.
     """
     named = {key.lower(): key for key in GPUS}.get(name.lower())
     if named:
@@ -128,22 +127,22 @@ class Work(NamedTuple):
 
     @property
     def sequences(self) -> list[tuple[int, int]]:
-        """For each completion, the length of its prompt and the length of the completion."""
+        """For each completion, the length of its prompt and its own length."""
         group = len(self.completions) // len(self.prompts)
         prompts = itertools.chain.from_iterable([p] * group for p in self.prompts)
         return [*zip(prompts, self.completions)]
 
     @property
     def pairs(self) -> tuple[float, float]:
-        """The number of query-key pairs whose query is in a prompt, and of those whose query is in
-        a completion.
+        """The number of query-key pairs with the query in a prompt, and with the query in a
+        completion.
         """
         own = sum(p * (p + 1) / 2 for p in self.prompts)
         return own, sum(c * p + c * (c + 1) / 2 for p, c in self.sequences)
 
 
 def lengths(count: int, mean: float, longest: int) -> list[int]:
-    """Return `count` lengths from 1 to `longest` with about this mean. The distribution is a
+    """Return `count` lengths from 1 to `longest`, whose mean is about `mean`. The distribution is a
     truncated exponential, similar to that of the completions of reasoning models.
     """
     low, high = 0.0, 1e3 * longest
@@ -153,7 +152,7 @@ def lengths(count: int, mean: float, longest: int) -> list[int]:
         scale = (low + high) / 2
         found = (scale * quantiles).round().clip(1, longest).astype(int)
         low, high = (scale, high) if found.sum() < mean * count else (low, scale)
-    # The new order mixes long and short completions.
+    # A new order mixes long and short completions.
     return found[np.arange(count) * 7919 % count if count % 7919 else ...].tolist()
 
 
@@ -213,7 +212,7 @@ def train(
     tokens = kept * sum(work.prompts) + trained
     pairs = kept * sum(work.pairs)
     micro = updates * math.ceil(tokens / updates / gpus / budget)
-    # The counts below are in units of a forward pass. Frozen weights need no weight gradients.
+    # The counts below are numbers of forward passes. Frozen weights need no weight gradients.
     again = iterations * (checkpointing != "none")  # recomputations of cheap operations
     all_again = iterations * (checkpointing == "full")  # recomputations of products and attention
     forwards, gradients = iterations + scored, iterations * (1 if adapters else 2)
@@ -243,15 +242,15 @@ def train(
 
 
 def ring(d: Device, gpus: int, per_node: int) -> float:
-    """Return the bytes/s that NCCL's rings of these GPUs transfer. Between machines, NCCL builds
-    one ring per network adapter, and each GPU has one adapter.
+    """Return the bytes/s that NCCL's rings transfer between these GPUs. Between machines, NCCL
+    builds one ring per network adapter, and each GPU has one adapter.
     """
     return d.link if gpus <= per_node else min(d.link, per_node * d.network)
 
 
 def decode_step(c: ModelConfig, d: Device, gpus: int = 1) -> Callable[[float, float], float]:
-    """Return a function that predicts the seconds of a decode step. The arguments of this function
-    are the number of rows and the total number of cached keys.
+    """Return a function that predicts the seconds of a decode step. The returned function takes the
+    number of rows and the total number of cached keys.
 
     gpus: the number of GPUs per server. Every matrix product is split over these GPUs.
     """
@@ -281,7 +280,7 @@ def sample(c: ModelConfig, work: Work, d: Device, slots: int, gpus: int = 1) -> 
     seconds = prompts * sum(work.prompts) + 4 * w.layers * E * work.pairs[0] / d.attention
     seconds, now, step = seconds / gpus, 0, decode_step(c, d, gpus)
     waiting = work.sequences[::-1]
-    # for each row: (its last step, current step minus its number of cached keys)
+    # (last decode step, current step minus number of cached keys) of each row
     active: list[tuple[int, int]] = []
     while waiting or active:
         while waiting and len(active) < slots:

@@ -1,22 +1,22 @@
 """How many full GRPO steps per second does nanogrpo complete with its local engine, and TRL with
 its default generation?
 
-In: nothing. This file creates a random model whose completions end as the case requires. Out:
-results/end_to_end.json with steps and tokens per second, seconds by phase and peak memory. A step
-includes sampling, rewards, advantages, training, the weight update and logging. nanogrpo runs the
-loop of train.py, and TRL runs `GRPOTrainer.train()`, each in a separate process (runs.py). The two
-sides run alternately, `--rounds` times each. Medians are taken over the steps of all rounds. The
-first step of each run is a warm-up and does not count.
+In: nothing. This file creates a random model, whose completions end at the lengths of the case.
+Out: results/end_to_end.json with steps and tokens per second, seconds by phase and peak memory. A
+step includes sampling, rewards, advantages, training, the weight update and logging. nanogrpo runs
+the loop of train.py, and TRL runs `GRPOTrainer.train()`, each in a separate process (runs.py). The
+two trainers run alternately, `--rounds` times each. The tables show medians over the steps of all
+rounds. The first step of each run is a warm-up and does not count.
 
 * even: no completion ends before the length limit.
 * uneven: the model stops with the same probability at every token, so that the mean length is a
   third of the limit.
 
-The trainers do not enforce the lengths of a case. The weights of the model determine the stop
-probability (`ending_model`). With a learning rate of 1e-6, this probability hardly changes in so
-few steps. So the lengths on both sides are random, with the same distribution. The table shows the
-mean length of each side. With --vllm, nanogrpo samples from a vLLM server. TRL cannot use a vLLM
-server on a CPU, and the table gives the reason. TRL's settings are in trl_run.py. Read next:
+The trainers do not enforce the lengths of a case. The weights of the model determine the
+probability that a completion stops (`ending_model`). With a learning rate of 1e-6, this probability
+hardly changes in so few steps. So both trainers get random lengths with the same distribution, and
+the table shows their mean length. With --vllm, nanogrpo samples from a vLLM server. TRL cannot use
+a vLLM server on a CPU, and the table gives the reason. TRL's settings are in trl_run.py. Read next:
 runs.py.
 """
 
@@ -48,8 +48,8 @@ from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.model.tokenizer import Tokenizer
 
-# The value of channel 0 in every hidden state.
-# This value is so large that, after a norm, it hardly depends on the other channels.
+# The value of channel 0 in every hidden state. This value is so large that, after a norm, channel 0
+# hardly depends on the other channels.
 STEADY = 30.0
 NO_VLLM = (
     "its client syncs weights to a server only over NCCL, which needs a CUDA device"

@@ -3,10 +3,10 @@ model and GPU.
 
     python -m bench.fits
 
-In: nothing. The models have shapes but no weights, and no GPU is needed. Out: one table per
-command, in Markdown. `memory.choose` chooses the settings, and `memory.table` predicts the memory
-in bytes. The free memory of a GPU is its nominal memory minus 1 GiB, which CUDA itself takes. Read
-next: nanogrpo/extras/memory.py.
+In: nothing. The models have shapes but no weights, so this command needs no GPU. Out: one Markdown
+table for each training command. `memory.choose` chooses the settings, and `memory.table` predicts
+the memory in bytes. The free memory of a GPU is taken as its nominal memory minus 1 GiB for CUDA
+itself. Read next: nanogrpo/extras/memory.py.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Do LoRA adapters learn as well on a base model in four bits (--load-in-4bit) as on one in
 bfloat16, and how much memory does each need?
 
-In: nothing. A missing base model is created as in bench.learning or bench.real_model. Out:
-results/four_bits.json with one record per run, and docs/img/four_bits.png. The plot shows reward
-and held-out accuracy by step, as mean and standard deviation over the seeds.
+In: nothing. If a base model is missing, it is created as in bench.learning or bench.real_model.
+Out: results/four_bits.json with one record per run, and docs/img/four_bits.png. The plot shows
+reward and held-out accuracy by step, as mean and standard deviation over the seeds.
 
 The two cases are the tiny task of `make demo`, and the word problems of `make real` with fewer
 steps and seeds. In both cases, adapters of rank 8 are trained on each base model, with the same

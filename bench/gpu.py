@@ -29,7 +29,7 @@ from bench import common, readme
 LIMIT = 600  # seconds per stage
 # Each stage is a list of commands, and each command is a list of arguments for Python.
 # OUT is replaced by the folder for results.
-STAGES: dict[str, list[list[str]]] = {  # named in tables.py as well
+STAGES: dict[str, list[list[str]]] = {  # tables.py names these stages, too
     "environment": [["-m", "torch.utils.collect_env"]],
     # On a GPU, the last two files test compiled kernels instead of Triton's interpreter.
     "tests": [

@@ -2,7 +2,7 @@
 on the time.
 
 In: a device, and whether the shapes are small. Out: one `Case` per operation, created when it is
-needed. A side is one implementation of an operation. This file defines nanogrpo's side.
+needed. Each implementation of an operation is called a side. This file defines nanogrpo's side.
 kernel_peers.py defines the other sides, and kernel_decoder.py the operations of the decoder. Read
 next: kernel_speed.py, which measures the times.
 """
@@ -27,8 +27,8 @@ from nanogrpo.model.dispatch import functions_for
 
 EPSILON, TEMPERATURE = 0.2, 0.7
 CLIP = Clip(EPSILON, EPSILON)
-# The first ROWS rows of the first sequence are compared with float64.
-# Every side computes these rows.
+# The first ROWS rows of the first sequence are compared with float64, because every side computes
+# them.
 ROWS = 15
 
 Results = dict[str, Tensor]  # results by name
@@ -43,7 +43,7 @@ class Case:
 
     name: str
     inputs: dict[str, Tensor]
-    # For a side that cannot run here, the value is a string with the reason.
+    # a string instead of a function gives the reason why a side cannot run here
     sides: dict[str, Callable[..., Results] | str]
     truth: Callable[..., Results]
     bytes: float = 0  # bytes that must be read or written at least once

@@ -1,8 +1,9 @@
 """The peers in bench/kernel_speed.py: PyTorch, TRL, Liger and bitsandbytes, called as documented.
 
-In: a device. Out: sides by name. A side takes the inputs of a case and returns a dict of results.
-For a peer that cannot run here, the side is a string with the reason. The N tokens of a case are
-divided into eight sequences, because some peers expect sequences. Read next: kernel_cases.py.
+In: a device. Out: sides by name. Each implementation, called a side, takes the inputs of a case and
+returns a dict of results. If a library cannot run here, the side is a string with the reason. The N
+tokens of a case are divided into eight sequences, because some libraries expect sequences. Read
+next: kernel_cases.py.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ def versions() -> dict[str, str]:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            continue  # a peer that is not installed has no version
+            continue  # a library that is not installed has no version
     return found
 
 
 def _missing(module: str, device: str) -> str | None:
-    """Return the reason why a peer with Triton kernels cannot run here, or None if it can."""
+    """Return the reason why a library with Triton kernels cannot run here, or None if it can."""
     if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return "needs a GPU, or TRITON_INTERPRET=1"
     return None if importlib.util.find_spec(module) else f"{module} is not installed"

@@ -4,15 +4,16 @@
     python -m bench.kernel_speed --check    # only the errors of small shapes, on any machine
 
 In: nothing. Logits, hidden states and weights are random. Out: results/kernel_speed.json, with one
-record per operation and side. A record contains the time, the peak memory, the number of launches,
-the error relative to float64, and the floor, a lower bound on the time (kernels/README.md).
+record per operation and implementation (side). A record contains the time, the peak memory, the
+number of launches, the error relative to float64, and the floor, a lower bound on the time
+(kernels/README.md).
 
 Each round runs all sides. Before each call, the logits are restored and the L2 cache is
-overwritten. Restoring and overwriting take the GPU about a millisecond, which is not timed. During
-this millisecond, the host launches the first kernels, so the time of a short operation does not
-include waiting for the host. Times are measured with CUDA events. The tables show the median, the
-fastest and the slowest time. The floors follow from the speeds of a copy and of a matrix product,
-which are measured first. If a peer fails or is not installed, the table gives the reason. Read
+overwritten. On the GPU, this preparation takes about a millisecond, which is not timed. During the
+untimed preparation, the host already launches the first kernels, so the time of a short operation
+does not include waiting for the host. Times are measured with CUDA events. The tables show the
+median, the fastest and the slowest time. The floors are computed from the measured speeds of a copy
+and of a matrix product. If a library fails or is not installed, the table gives the reason. Read
 next: kernel_cases.py, which defines the operations and their sides.
 """
 
@@ -46,8 +47,8 @@ def errors(case: Case, results: dict[str, Tensor], truth: dict[str, Tensor]) -> 
 
 
 class Inputs:
-    """The inputs of a case. Some sides overwrite inputs, and `restore` resets these inputs to their
-    original values.
+    """The inputs of a case. Some implementations overwrite inputs, and `restore` resets these
+    inputs to their original values.
     """
 
     def __init__(self, case: Case):
@@ -82,7 +83,7 @@ def measure(case: Case, budget: float) -> dict[str, tuple[common.Timing, dict]]:
         except Exception as problem:
             if name == "nanogrpo":
                 raise
-            # if a peer fails, the table shows the error
+            # if a library fails, the table shows the error
             case.sides[name] = f"{type(problem).__name__}: {problem}"
             del runnable[name]
             continue

@@ -1,17 +1,17 @@
 """Does nanogrpo learn as well as TRL, and how much faster does it train? Both trainers learn the
-tiny task from the same base model, with several seeds per side.
+tiny task from the same base model, with several seeds per trainer.
 
 In: nothing. Without --base, a base model is created as in `nanogrpo warmup`. Out:
 results/learning.json with one record per run, and docs/img/learning.png. The plot shows reward and
 held-out accuracy by step and by second, as mean and standard deviation over the seeds.
 
-Both sides train with the options in SETTINGS. All other options have nanogrpo's defaults, which
-trl_run.py passes to TRL. Both sides use the same prompts in the same order, and the same reward
-functions. The prompts differ between seeds. For a given seed, the sides differ only in their
+Both trainers use the options in SETTINGS. All other options have nanogrpo's defaults, which
+trl_run.py passes to TRL. Both trainers use the same prompts in the same order, and the same reward
+functions. The prompts differ between seeds. For a given seed, the trainers differ only in their
 implementation and in the random numbers for sampling. A third run per seed removes the effect of
-the random numbers. In the third run, TRL trains on the completions that nanogrpo sampled, and
-should end with the same model as nanogrpo. In all runs, the same engine answers the held-out
-problems with greedy decoding. Evaluations are not timed.
+these random numbers: TRL trains on the completions that nanogrpo sampled, and should end with the
+same model as nanogrpo. In all runs, the same engine answers the held-out problems with greedy
+decoding. Evaluations are not timed.
 
 Why 16 seeds? If the same trainer is run twice with n seeds, the two means typically differ by
 sqrt(2/n) standard deviations of a single run. With 5 seeds, the two means differ by more than one

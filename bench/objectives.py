@@ -1,7 +1,7 @@
 """How do the objective, the group size, the baseline, the normalizer, staleness and the clip affect
 learning? Each experiment varies one setting, by default with five seeds per row.
 
-In: nothing. A missing model is created as in `make demo` or `make real`. Out:
+In: nothing. If a model is missing, it is created as in `make demo` or `make real`. Out:
 results/objectives.json with one record per run. docs/objectives.md and its picture are created from
 these records. Each run calls train.py with the options of one row. The following command runs a
 single row:
@@ -9,9 +9,9 @@ single row:
     python -m bench.objectives --experiments clip --cases "0.2"
 
 Six experiments train SmolLM2-135M on the word problems of `make real`, and need a GPU. The last
-experiment trains the tiny model of `make demo` on a CPU, with each loss type and other options.
-Nothing is tuned for a single row. Within an experiment, all rows have the same learning rate,
-except the on-policy row of the tiny model.
+experiment trains the tiny model of `make demo` on a CPU, with each loss type and other options. No
+option is tuned for a single row. Within an experiment, all rows have the same learning rate, except
+the on-policy row of the tiny model.
 
 Several runs execute in parallel. A record is written when its run ends. A run that has a record is
 not repeated, so an interrupted benchmark can be continued. Rows with the same options use the same
@@ -115,10 +115,10 @@ EXPERIMENTS = {
         " 3 points below `dapo`, both in held-out and in training accuracy (2.3 and 2.4 standard"
         " errors). `gspo` also learns more slowly at first on the tiny model. All other"
         " differences from `dapo` are within the noise. `gspo` and `luspo` use one ratio per"
-        " sequence, with the narrow bounds of their papers. Because of these bounds, more than a"
-        " third of the sequences have no gradient. `gspo`, `sapo` and `luspo` also weight"
-        " completions differently, but the section on the normalizer finds no effect of such"
-        " weights.",
+        " sequence, with the narrow bounds of their papers. Because of the narrow bounds, more"
+        " than a third of the sequences of `gspo` and `luspo` have no gradient. `gspo`, `sapo` and"
+        " `luspo` also weight completions differently, but the section on the normalizer finds no"
+        " effect of such weights.",
     ),
     "group size": Experiment(
         "How many completions should each prompt get, if a step has 128 completions in total?",
@@ -188,8 +188,8 @@ EXPERIMENTS = {
             "96 updates, no clip": f"{one_generation(96)} {NO_CLIP}",
         },
         "With the default clip of 0.2, the difference between one and four updates per generation"
-        " is within the noise. With 16 updates, runs end 10 points lower than with four. A"
-        " decrease of 10 points is about as large as the difference between `luspo` and `sapo`."
+        " is within the noise. With 16 updates, runs end 10 points lower than with four updates."
+        " A decrease of 10 points is about as large as the difference between `luspo` and `sapo`."
         " With 48 and 96 updates, runs end 20 and 25 points lower. Decreases of 20 points and more"
         " are larger than any difference in the tables above. With 96 updates, all completions"
         " come from the base model, and four fifths of the gain in accuracy are lost. The clip"
@@ -287,10 +287,11 @@ rate. Only the row `dapo, on policy` of the tiny model has its own learning rate
 The default values of options are those of TRL, so that a command for TRL gives the same numbers in
 nanogrpo. For cispo, gspo and luspo, TRL's defaults are not the values of the papers: with
 `--epsilon 0.2`, cispo bounds each weight by 0.2, and the ratios of sequences are almost never
-clipped. Without `--importance-sampling-level sequence`, luspo has ratios per token. At its start, a
-run with such a default logs the paper's value. The rows below use the values of the papers.
-`--top-entropy-quantile` with sequence ratios also works as in TRL: the option only scales the
-gradient of each completion, because every token of a completion is part of its ratio.
+clipped. Without `--importance-sampling-level sequence`, luspo has ratios per token. If a run
+of these losses has TRL's defaults, it logs the papers' values when it starts. The rows below use
+the values of the papers. `--top-entropy-quantile` with sequence ratios also works as in TRL: the
+option only scales the gradient of each completion, because every token of a completion is part of
+its ratio.
 
 To repeat a row, run `python train.py` with the options of all rows and the options of this row,
 once for each of the seeds 0, 1, … (`--seed 0`). The word problems need `--model runs/smollm2`,
@@ -336,7 +337,7 @@ def run_case(base: str, options: str, seed: int) -> dict:
             raise RuntimeError(f"train.py ended with status {status}: {argv}")
         seconds = time.perf_counter() - began
         log = (Path(where) / "metrics.jsonl").read_text().splitlines()[1:]
-    torch.cuda.empty_cache()  # leaves memory for other workers on the same GPU
+    torch.cuda.empty_cache()  # leave memory for other workers on the same GPU
     lines = [json.loads(line) for line in log]
     steps = [line for line in lines if "loss" in line]
     evaluations = [line for line in lines if "eval/after" in line]

@@ -1,5 +1,5 @@
-"""How much do our advantages, losses, gradients, importance weights and metrics differ from those
-that TRL 1.16.0's own code computes?
+"""How much do our advantages, losses, gradients, importance weights and metrics differ from the
+results of TRL 1.16.0's own code?
 
 In: nothing. Log-probs and rewards are random numbers in float64. The cases come from the tables in
 trl_peer.py and config.py, so a new objective is compared automatically. Out:

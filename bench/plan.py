@@ -8,8 +8,8 @@ prediction uses the same lengths.
 
 The prediction uses the formulas of bench/cost.py with the speeds of the CPU. Each speed is measured
 on operations with the same shapes and numbers of rows as in the model. The weights in a measurement
-fit into the CPU's cache only if the model's weights do. No constant is fitted. Read next:
-bench/cost.py.
+fit into the CPU's cache only if the weights of the model fit, too. No constant is fitted. Read
+next: bench/cost.py.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def training(c: ModelConfig, samples: list[Sample], layer: cost.Layer) -> dict[s
 
 @torch.inference_mode()
 def decoding(c: ModelConfig, samples: list[Sample]) -> dict[str, float]:
-    """Return the speeds of sampling completions like these."""
+    """Return the speeds of sampling completions with these lengths."""
     K, E, V, L = c.num_key_value_heads, c.head_dim, c.vocab_size, c.num_hidden_layers
     longest = max(len(s.token_ids) for s in samples)
     rows = max(1, round(sum(len(s.token_ids) for s in samples) / longest))  # on average

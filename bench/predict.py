@@ -63,7 +63,7 @@ QWEN3 = {
 RESERVED = 1 << 30  # bytes that CUDA itself takes on a GPU
 # maximum number of completions per step; predictions for more would take minutes
 MOST = 100_000
-SLOTS = 256  # sequences that a vLLM server decodes at once: vLLM's default on most GPUs
+SLOTS = 256  # sequences that a vLLM server decodes at the same time, by default on most GPUs
 
 
 class Machines(NamedTuple):
@@ -82,9 +82,7 @@ class Machines(NamedTuple):
 
 
 def placed(gpus: int, trainers: int, each: int, per_node: int) -> list[Machines]:
-    """Return the machines on which servers run. One of these machines may also have GPUs that
-    train.
-    """
+    """Return the machines on which servers run. One machine may also have GPUs that train."""
     per_node, used = min(per_node, gpus), trainers % min(per_node, gpus)
     rest = (gpus - trainers) // per_node
     found = [Machines(1, used, (per_node - used) // each if used else 0)]

@@ -1,5 +1,5 @@
-"""Write bench/README.md from the results. With --check, only report whether bench/README.md is up
-to date.
+"""Write bench/README.md from the results. With --check, the file is not written, and the exit
+status tells whether it is up to date.
 
 In: bench/results/*.json. Out: one section per benchmark, with its question, its table, and the
 command, machine and commit of its records. A test checks that the file in the repository is up to
@@ -22,16 +22,16 @@ page. Each benchmark is a Python module, and `--help` shows its options. `make g
 on a GPU. To repeat single stages of `make gpu`, name them, as in `make gpu STAGES="kernels step"`.
 
 Each benchmark compares several programs, such as nanogrpo and TRL, which are called its sides. In a
-run of a benchmark, the sides alternate and use the same number of threads. The tables show medians,
-and the smallest and largest values. "Over TRL" is the speed of a side divided by TRL's speed.
-"Of TRL's" is the memory of a side divided by TRL's memory. We run TRL 1.16.0 with the settings that
-are best for TRL (bench/trl_run.py), and also show cases in which TRL is faster. A row says "not yet
-measured" if there is no record of a measurement.
+run of a benchmark, these programs alternate and use the same number of threads. The tables show
+medians, and the smallest and largest values. The column "over TRL" is the speed of a program
+divided by TRL's speed. The column "of TRL's" is the memory of a program divided by TRL's memory. We
+run TRL 1.16.0 with the settings that are best for TRL (bench/trl_run.py), and also show cases in
+which TRL is faster. A row says "not yet measured" if there is no record of a measurement.
 
 `python -m bench.compare OTHER_CHECKOUT` compares the speed of two checkouts of nanogrpo.
 [docs/benchmarks.md](../docs/benchmarks.md) shows how to add a row in three minutes.
 
-The following table summarizes the page for two CPU cores in float32. The side TRL is TRL's
+The following table summarizes the results on two CPU cores in float32. The side TRL is TRL's
 `GRPOTrainer`, which pads sequences. In each row, nanogrpo and TRL have the same model, prompts,
 rewards and settings.
 """
@@ -70,11 +70,11 @@ RATIOS = (
 
 
 def ratios(bench: str, quantity: str, cases: Sequence[str], folder: Path) -> list[float]:
-    """Return nanogrpo's ratios to TRL in these cases. For memory, the largest of several runs
-    counts.
+    """Return nanogrpo's ratios to TRL in these cases. The ratio of memory compares the largest
+    values of all runs.
     """
     records = common.read(bench, folder)
-    if quantity == "over TRL":  # computed from all steps of both sides
+    if quantity == "over TRL":  # computed from all steps of both trainers
         columns = tables.BENCHES[bench].columns
         lines = [dict(zip(columns, line)) for line in tables.lines_of(bench, records)]
         cells = [line[quantity] for line in lines if line["side"] in cases]

@@ -5,20 +5,20 @@ In: nothing. If the model or the problems are missing, examples/smollm2.py or
 examples/word_problems.py writes them. Out: results/real_model.json with one record per run, and
 docs/img/real_model.png. The plot shows reward and held-out accuracy by step and by second.
 
-Both sides train with the options in examples/word_problems.json. So the base model, the prompts and
-their order, the rewards, the learning rate and the number of completions are the same on both
-sides. All weights are in float32. trl_run.py contains the settings that exist only in TRL: sdpa
-attention, TRL's fused head, fused AdamW, and two micro-batches. In all runs, the same engine
-answers the held-out problems with greedy decoding. This is not timed. nanogrpo and TRL run
+Both trainers use the options in examples/word_problems.json. So the base model, the prompts and
+their order, the rewards, the learning rate and the number of completions are the same for both. All
+weights are in float32. trl_run.py contains the settings that exist only in TRL: sdpa attention,
+TRL's fused head, fused AdamW, and two micro-batches. In all runs, the same engine answers the
+held-out problems with greedy decoding. These evaluations are not timed. nanogrpo and TRL run
 alternately, each run in a separate process. A record is written when its run ends, and a run that
-has a record is not repeated. So an interrupted benchmark can be continued. TRL takes longer, so by
-default it runs with the first seed only, for 8 steps (--trl-seeds, --trl-steps). The learning rate
-is constant, so the 8 steps are also the first 8 steps of a longer run.
+has a record is not repeated. So an interrupted benchmark can be continued. A run of TRL takes
+longer, so by default TRL runs with the first seed only, for 8 steps (--trl-seeds, --trl-steps). The
+learning rate is constant, so the 8 steps are also the first 8 steps of a longer run.
 
 With --profile, this command instead runs a few steps of nanogrpo. This mode compares the FLOP per
 second of the steps with the speed of the model's matrix products in the same process:
 
-    training FLOP = 6·N·T + 6·V·D·M + 12·L·H·E·pairs        (step_large.py explains the letters)
+    training FLOP = 6·N·T + 6·V·D·M + 12·L·H·E·pairs        (see step_large.py for the letters)
     sampling FLOP = 2·N·S + 2·V·D·C + 4·L·H·E·pairs
 
 C is the number of sampled tokens. S is C plus the number of prompt tokens, where the prompt of a
@@ -55,7 +55,7 @@ OPTIONS = common.ROOT / "examples/word_problems.json"
 # Options that are paths or are recorded under other names.
 NOT_SETTINGS = ("model", "output_dir", "max_steps", "seed")
 # With one micro-batch, TRL needs more than 24 GB.
-# With two, each micro-batch of TRL has about as many tokens as one of nanogrpo.
+# With two micro-batches, each has about as many tokens as a micro-batch of nanogrpo.
 TRL_MICRO = 2
 # options of --quick, which only checks that the benchmark works
 QUICK = {
@@ -195,7 +195,7 @@ def main(argv: Sequence[str]) -> list[dict]:
         trl_steps=(8, "GRPO steps of TRL's runs, at most as many as ours"),
     )
     parser.add_argument(
-        "--profile", action="store_true", help="measure our side's share of the matmul peak instead"
+        "--profile", action="store_true", help="measure nanogrpo's share of the peak FLOP/s instead"
     )
     parser.add_argument(
         "--quick", action="store_true", help="two tiny steps, to test the benchmark; needs --out"

@@ -6,7 +6,7 @@ results/rollout_speed.json with two cases:
 
 * even: one batch of completions of equal length, which measures only the decode steps.
 * uneven: several batches of completions, with lengths similar to those of reasoning models. The
-  mean length is a third of the maximum, and both sides process at most `--batch` completions at a
+  mean length is a third of the maximum, and both engines process at most `--batch` completions at a
   time. The local engine replaces finished completions. `generate` continues each batch until its
   longest row ends, and pads the other rows. Only the requested ("useful") tokens are counted.
 
@@ -19,11 +19,11 @@ unpacked" shows the speed without packing.
 
 If vLLM is installed (--vllm-python), its server is measured as well. Requests are sent over HTTP as
 in `train.py --engine vllm`, but with one request per completion. The server has the same number of
-threads as the other sides, computes in float32, and processes at most --batch completions at a
+threads as the other engines, computes in float32, and processes at most --batch completions at a
 time.
 
 With --shape 0.6B, this command instead compares the local engine with vLLM on a GPU
-(results/rollout_large.json). Both sides compute in bfloat16, use CUDA graphs, and process 256
+(results/rollout_large.json). Both engines compute in bfloat16, use CUDA graphs, and process 256
 completions at a time. Read next: nanogrpo/engine/local.py.
 """
 
@@ -128,7 +128,7 @@ def generate(theirs, prompts: list[Prompt], lengths: list[int], batch: int) -> l
 @contextlib.contextmanager
 def vllm_server(model: Decoder, args: argparse.Namespace) -> Iterator[VLLMEngine]:
     """Run a vLLM server with the model's weights, and with as many threads and concurrent sequences
-    as the other sides.
+    as the other engines.
     """
     context = model.cfg.max_position_embeddings
     settings = {
@@ -159,7 +159,7 @@ def measure(
     args: argparse.Namespace,
     argv: Sequence[str],
 ) -> list[dict]:
-    """Return the records of a case. All sides complete the same prompts with the same lengths."""
+    """Return the records of a case. All engines complete the same prompts with the same lengths."""
     params = SamplingParams(max_tokens=max(args.length, args.longest))
     prompts = [
         Prompt(i, "", torch.randint(args.vocab, (args.prompt_length,)).tolist())

@@ -2,9 +2,9 @@
 GRPOTrainer.
 
 In: a side (common.SIDES or common.REPLAYED) and a `Config`. Out: a dict with the seconds, lengths
-and rewards of each step, the held-out accuracy at each evaluation, and the peak memory. On both
-sides, the clock runs from the start of the first step to the end of the last update, including
-logging. The clock is paused during evaluations, which both sides do with the same engine and
+and rewards of each step, the held-out accuracy at each evaluation, and the peak memory. For both
+trainers, the clock runs from the start of the first step to the end of the last update, including
+logging. The clock is paused during evaluations, for which both trainers use the same engine and
 rewards. Creating the model, the optimizer and the data is not timed.
 
     found = run("TRL", Config(model="runs/base", data=("arithmetic",), …), threads=2)
@@ -139,7 +139,7 @@ def memory() -> dict[str, int]:
 
 
 def reset_peak() -> None:
-    """Reset the peak memory, so that it does not include memory used only during imports."""
+    """Reset the peak memory, so that the peak does not include memory used only during imports."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -147,7 +147,7 @@ def reset_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-# The metrics that are read from the logs of both sides: our name → name in the logs.
+# The metrics that are read from the logs of both trainers: our name → name in the logs.
 METRICS = {
     "reward": "reward",
     "accuracy": "rewards/accuracy_reward/mean",

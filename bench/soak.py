@@ -2,12 +2,11 @@
 tiny task is hit by one fault at a random moment, and is resumed until it is done. The result must
 then equal that of the same run without a fault.
 
-In: --faults, --seed. Out: results/soak.json with one record, and one printed line per promise that
-was not kept.
+In: --faults, --seed. Out: results/soak.json with one record, and one printed line per violation.
 
 Each run combines one of MODES with one of FAULTS. Every fault is used once before any fault is used
-twice. The fault occurs at a random time during the start or after a random step. These promises are
-checked:
+twice. The fault occurs at a random time, either while the run starts or after a random step. This
+benchmark checks:
 
 * Rows: metrics.jsonl contains every step once, with the same values as without the fault. If the
   fault deletes the folder, earlier rows may be missing, but a message must name the missing rows.
@@ -96,7 +95,7 @@ def disturbed(run: Run, fault: str, rng: random.Random) -> None:
 
 
 def check(run: Run, rows: list[dict], weights: str, lossy: bool = False) -> None:
-    """Raise AssertionError if a promise is broken.
+    """Raise AssertionError if one of the checks in the module docstring fails.
 
     `lossy`: a call of the reward functions may be lost.
     """
@@ -138,7 +137,7 @@ def new_run(mode: Mode, base: Path) -> Iterator[Run]:
 
 
 def undisturbed(mode: Mode, base: Path) -> tuple[list[dict], str]:
-    """Return the logged steps and the weights of a run without a fault."""
+    """Return the log records and the weights of a run without a fault."""
     with new_run(mode, base) as run:
         run.start()
         assert run.end() == [0], run.errors
@@ -149,7 +148,7 @@ def undisturbed(mode: Mode, base: Path) -> tuple[list[dict], str]:
 def experiment(
     mode: Mode, fault: str, rng: random.Random, base: Path, expected: tuple[list[dict], str]
 ) -> dict:
-    """Perform one run with a fault. Return the broken promise, if any, and how often the run was
+    """Perform one run with a fault. Return the violation, if any, and how often the run was
     started.
     """
     broken = ""

@@ -52,11 +52,11 @@ class Mode:
     options: str = ""
     ranks: int = 1
     torchrun: bool = False
-    # "fake": a fake server of this module; "own": a real vLLM, which the trainer starts
+    # "fake": the fake vLLM server below; "own": a real vLLM server, which the trainer starts
     server: str = ""
-    exact: bool = True  # whether results are the same, bit for bit, in every run
+    exact: bool = True  # whether every run gives bit-identical results
     uncertain: tuple[str, ...] = ("vllm/restarts",)  # metrics that faults may change
-    start: float = 2.0  # seconds that a start takes
+    start: float = 2.0  # seconds until a run has started
     hang: float = 7.0  # seconds within which a suspended server or worker must be noticed
 
 

@@ -4,19 +4,19 @@ In: nothing. This file creates a random Qwen3 of real size, and completions of u
 average a third of the longest). Out: results/step_large.json. nanogrpo runs in one process with
 FSDP2, float32 master weights, bfloat16 compute, fused AdamW, and strips of `token_budget` tokens. A
 strip is a packed micro-batch. TRL runs its trainer with bf16=True, its fused head, fused AdamW, and
-micro-batches with as many padded tokens as our strips, or slightly more. Both sides train all
-weights, start from the same weights, and must have the same gradient norm up to 2 %. The two sides
-round to bfloat16 in different places, so the norms are not exactly equal.
+micro-batches with as many padded tokens as our strips, or slightly more. Both trainers train all
+weights, start from the same weights, and must have the same gradient norm up to 2 %. The two
+trainers round to bfloat16 in different places, so the norms are not exactly equal.
 
-The sides run one after the other, not alternately, so that the peak memory of each side can be
-measured. Each side uses the first of its SETTINGS that fits into memory, and the record names this
-setting. Settings with less recomputation are faster, so they are tried first. In the tables, the
-columns "over TRL" and "of TRL's" compare with TRL's fastest setting. A second record of each side
-shows the step with gradient checkpointing. Within a step, the program never waits for the GPU just
-to measure times.
+The trainers run one after the other, not alternately, so that the peak memory of each can be
+measured. Each trainer uses the first of its SETTINGS that fits into memory, and the record names
+this setting. Settings with less recomputation are faster, so they are tried first. In the tables,
+the columns "over TRL" and "of TRL's" compare with TRL's fastest setting. A second record of each
+trainer shows the step with gradient checkpointing. Within a step, the program never waits for the
+GPU just to measure times.
 
     MFU = FLOP that the step requires / seconds / peak FLOP/s of the device
-    FLOP = 6·N·T + 6·V·D·M + 12·L·H·E·pairs         (the same for both sides)
+    FLOP = 6·N·T + 6·V·D·M + 12·L·H·E·pairs         (the same for both trainers)
 
 N is the number of weights in the matrices of the blocks. T is the number of tokens without padding.
 The prompt of each group is counted once. M is the number of trained tokens. The head has to process

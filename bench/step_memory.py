@@ -2,8 +2,8 @@
 
 In: nothing. Models and completions are created as in step_time.py. Each side runs in a separate
 process. Out: results/step_memory.json with the peak of resident memory while a process creates the
-model and the optimizer and trains two steps. A record contains this peak, and the peak minus the
-memory in use after the imports.
+model and the optimizer and trains two steps. A record contains this peak memory, with and without
+the memory in use after the imports.
 
 The most important case is a small model with Qwen's vocabulary, where the logits dominate.
 

@@ -1,9 +1,10 @@
-"""A training step on given completions, with each of two sides: nanogrpo as in train.py, and TRL.
+"""A training step on given completions with nanogrpo, as in train.py, and with TRL.
 
-In: a checkpoint folder, options, and the random completions of a `Case`. Out: two sides, each with
-a method `step(samples)`. A step includes everything from the samples to the new weights. The method
-returns the gradient norm, so that a benchmark can check that the sides agree. Read next:
-step_time.py (small models on a CPU), step_large.py (real sizes on a GPU), step_memory.py.
+In: a checkpoint folder, options, and the random completions of a `Case`. Out: two objects, `Ours`
+and `Trl`, each with a method `step(samples)`. A step includes everything from the samples to the
+new weights. The method returns the gradient norm, so that a benchmark can check that both trainers
+agree. Read next: step_time.py (small models on a CPU), step_large.py (real sizes on a GPU),
+step_memory.py.
 """
 
 from __future__ import annotations

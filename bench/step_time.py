@@ -5,8 +5,8 @@ In: nothing. This file creates a random Qwen3 of about three million parameters 
 completions. Out: results/step_time.json, and docs/img/step_time.png, which plots the time against
 the number of tokens, the group size G and the vocabulary size. A step includes everything from the
 samples to the new weights: packing or padding, forward pass, loss, backward pass, clipping and
-AdamW. Steps are on-policy and in float32. The sides start from the same weights. Before anything is
-timed, the gradient norms of the sides must agree to 1e-3, so that no side is faster because it
+AdamW. Steps are on-policy and in float32. Both trainers start from the same weights. Before
+anything is timed, their gradient norms must agree to 1e-3, so that neither is faster because it
 computes something else.
 
 TRL's settings are in trl_run.py. Cases that are not run keep their earlier results. In the tables,
@@ -84,7 +84,7 @@ def measure(case: str, args: argparse.Namespace, argv: Sequence[str]) -> list[di
     """Return the records of one case."""
     names = ["nanogrpo"] if args.alone else list(SIDES)
     if case in LENGTHS | VOCABULARIES and not args.alone:
-        names.remove("nanogrpo, prompts copied")  # not informative in these cases
+        names.remove("nanogrpo, prompts copied")  # copies are not informative in these cases
     with tempfile.TemporaryDirectory() as where:
         shape = write_model(CASES[case], Path(where), args)
         cfg, samples = options_of(CASES[case], args.scale)

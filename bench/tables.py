@@ -78,7 +78,7 @@ def end_to_end(records: list[dict]) -> Lines:
 
 
 def cannot(records: list[dict]) -> list[str]:
-    """Return notes that explain the memory column, and why a side is missing."""
+    """Return notes that explain the memory column, and why a program is missing."""
     missing = {(r["side"], r["why_not"]) for r in records if "why_not" in r}
     return [
         "Peak memory is the peak of the trainer's process minus the memory of its imported"
@@ -242,7 +242,7 @@ BENCHES = {
         notes=tables_learning.vision,
     ),
     "real_model": Bench(
-        "How fast does a real language model learn word problems? Both sides train"
+        "How fast does a real language model learn word problems? Both trainers train"
         " SmolLM2-135M-Instruct with the options of `make real`. The table shows accuracies as"
         " mean ± standard deviation over the runs.",
         (
@@ -287,7 +287,7 @@ BENCHES = {
         notes=cannot,
     ),
     "step_time": Bench(
-        "How long does a training step on given completions take? All sides compute the same"
+        "How long does a training step on given completions take? All programs compute the same"
         " gradients.",
         (
             "case",
@@ -333,7 +333,7 @@ BENCHES = {
         ],
     ),
     "step_memory": Bench(
-        "How much memory does a training step need? Each side runs in its own process.",
+        "How much memory does a training step need? Each program runs in its own process.",
         ("case", "side", "peak above the libraries", "peak of the process", "of TRL's"),
         tables_step.step_memory,
         (("V = 151,936", "nanogrpo"), ("V = 151,936", "TRL")),
@@ -400,9 +400,9 @@ BENCHES = {
     "soak": Bench(
         "Does a run lose anything if it meets a random fault at a random time? Each run of a tiny"
         " task gets one fault and is resumed until it is done. The result of the run must then"
-        " equal the result of a run without faults. A run breaks a promise if its result differs,"
-        " if it prints a traceback, or if it leaves a process or a temporary file.",
-        ("fault", "runs", "starts", "broken promises"),
+        " equal the result of a run without faults. A violation is a different result,"
+        " a traceback, or a process or temporary file that is left.",
+        ("fault", "runs", "starts", "violations"),
         soak,
         wanted=[
             ("SIGKILL of a rank",),

@@ -32,7 +32,7 @@ def curve(records: list[dict], name: str) -> tuple[list[int], list[float], list[
 
 
 def apart(records: list[dict], name: str) -> tuple[float, float]:
-    """Compare the mean curves of the two sides.
+    """Compare the mean curves of the two trainers.
 
     Returns the fraction of steps at which the means differ by at most one standard deviation, and
     the largest distance in standard deviations. The standard deviation at a step is the square root
@@ -55,10 +55,8 @@ def seconds_to(record: dict, accuracy: float) -> float | None:
 
 
 def alternated(records: list[dict]) -> dict[str, list[dict]]:
-    """Return the runs of seeds that both sides ran, because only the times of these runs can be
-    compared.
-
-    If only one side has runs, all its runs are returned.
+    """Return the runs with seeds that both trainers ran, because only the times of these runs can
+    be compared. If only one trainer has runs, all its runs are returned.
     """
     runs = {side: [r for r in records if r["side"] == side and "held_out" in r] for side in SIDES}
     both = {r["seed"] for r in runs["nanogrpo"]} & {r["seed"] for r in runs["TRL"]}
@@ -112,7 +110,7 @@ def real_model(records: list[dict]) -> list[tuple]:
     runs = {side: [r for r in records if r["side"] == side and "held_out" in r] for side in SIDES}
     timed = alternated(records)
     # TRL runs fewer steps, and the first steps take longer.
-    # So compare only the steps that both sides ran.
+    # So compare only the steps that both trainers ran.
     count = min((r["steps"] for mine in timed.values() for r in mine), default=0)
     first = {side: [s for r in mine for s in r["seconds"][:count]] for side, mine in timed.items()}
     lines = []
@@ -156,8 +154,8 @@ def shares(records: list[dict]) -> list[str]:
     """Return notes on the records that --profile has written."""
     notes = [
         "Peak memory is the peak of the trainer's process minus the memory of its imported"
-        " libraries. Times are measured on the seeds that both sides ran. The column 'over TRL'"
-        " compares only the steps that both sides ran."
+        " libraries. Times are measured on the seeds that both trainers ran. The column 'over TRL'"
+        " compares only the steps that both trainers ran."
     ]
     for r in records:
         if "peak_flops" in r:
@@ -184,10 +182,10 @@ def replay_apart(records: list[dict]) -> list[str]:
     equal, most = sum(a == b for a, b in both), max(abs(a - b) for a, b in both)
     weights = max(r["weights_apart"] for r in theirs)
     return [
-        "TRL was also trained on the completions that nanogrpo sampled, so that the two sides can"
-        f" differ only in training. The two sides then have the same held-out accuracy at"
+        "TRL was also trained on the completions that nanogrpo sampled, so that both trainers can"
+        f" differ only in training. Both trainers then have the same held-out accuracy at"
         f" {equal} of {len(both)} evaluations (at most {most:.3f} apart). The final weights of the"
-        f" two sides differ by at most {weights:.1e} of their distance from the base model."
+        f" two trainers differ by at most {weights:.1e} of their distance from the base model."
     ]
 
 
@@ -227,7 +225,7 @@ def curves_apart(records: list[dict]) -> list[str]:
     for name, title in (("held_out", "held-out accuracy"), ("reward", "reward")):
         share, most = apart(records, name)
         notes.append(
-            f"At {share:.0%} of the steps, the two sides differ in mean {title} by at most one"
+            f"At {share:.0%} of the steps, the two trainers differ in mean {title} by at most one"
             f" standard deviation. The largest difference is {most:.2f} standard deviations."
         )
     return notes + replay_apart(records)

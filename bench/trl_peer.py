@@ -85,7 +85,7 @@ SEVERAL: dict[str, list[tuple]] = {
         "all equal": ([0.1] * 8, [0.7] * 8),
     }.items()
 }
-# The loss types of TRL 1.16. A fork may have others.
+# The loss types of TRL 1.16. A fork of nanogrpo may have others.
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 OBJECTIVES = {
     "plain": {},
@@ -172,7 +172,7 @@ def settings(cfg: Config, accumulation: int = 1, off_policy: bool = False) -> tr
 
 
 class NoModel(torch.nn.Module):
-    """A stand-in for the model, without weights. TRL reads only whether the model is in training
+    """A placeholder for the model, without weights. TRL reads only whether the model is in training
     mode.
     """
 
@@ -401,7 +401,7 @@ def losses_of_both(cfg: Config, off_policy: bool, seed: int) -> tuple[dict, dict
     samples, logp, rewards = make_samples(), tables(seed), REWARDS["plain"]
     peer = Peer(settings(cfg, off_policy=off_policy), samples, rewards, NoModel(), NoModel(), logp)
     batch = their_batch(peer, cfg, off_policy)
-    # Both sides use TRL's advantages. `advantages_of_both` compares the advantages.
+    # Both programs use TRL's advantages here. `advantages_of_both` compares the advantages.
     for sample, advantage in zip(samples, batch["advantages"].tolist()):
         sample.advantage = advantage
 

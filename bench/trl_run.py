@@ -1,11 +1,11 @@
 """Build TRL's GRPOTrainer with our options and with the settings that make it fastest.
 
 In: a `Config`, a checkpoint folder, prompts. Out: a trainer that is ready to train. Options that
-TRL has, too, are passed under the same name. The other settings are the fastest for the models of
+TRL also has are passed under the same name. The other settings are the fastest for the models of
 the benchmarks: no gradient checkpointing, the full generation as one micro-batch, sdpa attention,
 TRL's default fused head, and fused AdamW. On a CPU, float32 is used as in nanogrpo. There are no
-data loader workers, no progress bar and no checkpoints. Read next: runs.py, which runs both sides,
-and trl_peer.py, which uses TRL's code without a trainer.
+data loader workers, no progress bar and no checkpoints. Read next: runs.py, which runs both
+trainers, and trl_peer.py, which uses TRL's code without a trainer.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ In: nothing. If the base model is missing, it is created as in examples/pictures
 results/vision.json with one record per run, and docs/img/vision.png. The plot shows some of the
 pictures, and reward and held-out accuracy by step, as mean and standard deviation over the seeds.
 
-Both sides train with examples/pictures.json from the same base model, on the same questions and
-answers in the same order. On the side "noise", random pixels replace every picture, in training and
-in evaluation. A record is written when its run ends, and a run that has a record is not repeated.
-Read next: runs.py, learning.py.
+Both kinds of run, "pictures" and "noise", use examples/pictures.json, the same base model, and the
+same questions and answers in the same order. In the runs "noise", random pixels replace every
+picture, in training and in evaluation. A record is written when its run ends, and a run that has a
+record is not repeated. Read next: runs.py, learning.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ SIDES = ("pictures", "noise")
 
 
 def options(side: str, seed: int, base: Path, steps: int) -> Config:
-    """Return the options of a run. The data of each side are in a folder next to the base model."""
+    """Return the options of a run. The data of each kind of run are in a folder next to the base
+    model.
+    """
     cfg = Config(**json.loads(OPTIONS.read_text()))
     folder = base.resolve().parent / side
     return dataclasses.replace(
@@ -44,7 +46,7 @@ def options(side: str, seed: int, base: Path, steps: int) -> Config:
 
 
 def prepare(base: Path) -> None:
-    """Write the data of both sides and the base model unless they exist."""
+    """Write the data of both kinds of run and the base model unless they exist."""
     for side in SIDES:
         folder = base.parent / side
         if not (folder / "held_out.jsonl").exists():

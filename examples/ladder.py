@@ -1,4 +1,4 @@
-"""Run the rungs of the kernel ladder (kernels/README.md) on a small head, without a GPU.
+"""Run the rungs of the kernel ladder (kernels/README.md) on a small vocabulary, without a GPU.
 
     python -m examples.ladder 2                 # rung 2: triton/log_softmax.py
     python -m examples.ladder                   # all rungs
@@ -108,7 +108,7 @@ def kernels(name: str, logits: Tensor) -> Iterator[Work]:
         return store(self, ptrs, value, mask, *rest)
 
     def reduced(self, input):
-        work.merges += self.axis in (0, None)  # reductions over axis 1 stay within a lane
+        work.merges += self.axis in (0, None)  # a reduction over axis 1 needs no other lane
         return reduce(self, input)
 
     with contextlib.ExitStack() as stack:
@@ -321,7 +321,7 @@ def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, floa
 
 
 def seconds(work: Work) -> float:
-    """Return the minimum time that a rung needs to move its bytes, for the large head."""
+    """Return the minimum time that a rung needs to move its bytes for the head of Qwen3-0.6B."""
     return work.moved / (ROWS * VOCAB) * N * V / BANDWIDTH
 
 

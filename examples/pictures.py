@@ -207,7 +207,7 @@ def write_config(folder: Path, tokenizer: Tokenizer) -> None:
             "mrope_interleaved": True,
         },
     }
-    # Each die is one image token, which is 2 × 2 patches.
+    # Each die becomes one image token, from 2 × 2 patches.
     vision = {
         "model_type": "qwen3_vl",
         "depth": 2,
@@ -241,7 +241,8 @@ def write_config(folder: Path, tokenizer: Tokenizer) -> None:
         "patch_size": SIDE // 2,
         "temporal_patch_size": 2,
         "merge_size": 2,
-        # bounds on the number of pixels; no picture here exceeds them, so none is resized
+        # bounds on the number of pixels; all pictures here are within the bounds and are not
+        # resized
         "size": {"shortest_edge": 4 * SIDE**2, "longest_edge": 64 * SIDE**2},
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],

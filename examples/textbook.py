@@ -5,8 +5,8 @@ In: logits [N, V] bf16, fp16 or fp32, targets [N] int64. Out: log-prob and entro
 next: kernels/triton/log_softmax.py.
 
 Equation.   For each block: m' = max(m, max x);  l ← l 2^{m - m'} + Σ 2^{x - m'}, with x in units of
-            log2(e) / T (Milakov and Gimelshein 2018, arXiv 1805.02867). There is only one m, l and
-            s per row, so each block ends in three reductions over all threads. The reductions need
+            log2(e) / T (Milakov and Gimelshein 2018, arXiv 1805.02867). Each row has only one m, l
+            and s, so each block ends in three reductions over all threads. The reductions need
             shuffles within warps, and shared memory and barriers between warps. The speed is
             limited by these reductions, not by bandwidth.
 Reference.  `log_softmax_forward` in kernels/reference/log_softmax.py.

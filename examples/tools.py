@@ -6,8 +6,8 @@
         --max-completion-length 32 --learning-rate 3e-4 --max-steps 20 --eval-steps 5 \\
         --eval-data runs/tools/test.jsonl
 
-The model has 0.3 million parameters and a chat template for tools. The model has learned how to
-call the calculator, but usually makes a guess, which is wrong. With GRPO, the model soon calls the
+The model has 0.3 million parameters and a chat template for tools. The model knows how to call the
+calculator, but usually writes a guess, which is wrong. With GRPO, the model soon calls the
 calculator for every product (`tools/call_frequency` in the log).
 
 With a real model, you do not need `make_base`, only a function like `multiply`. The class
@@ -87,8 +87,8 @@ TEMPLATE = """
 
 
 def make_base(folder: Path, steps: int = 120, seed: int = 0) -> None:
-    """Train a model on synthetic conversations. In the last 30 % of the steps, most answers are
-    guesses.
+    """Train a model on synthetic conversations. In the last 30 % of the steps, most answers in the
+    training data are guesses.
     """
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
@@ -97,7 +97,7 @@ def make_base(folder: Path, steps: int = 120, seed: int = 0) -> None:
     tools, rng = ToolCalls(Config(), tokenizer, [multiply]), random.Random(seed)
 
     def conversations(step: int) -> list[Sample]:
-        calls = 0.25 if step > 0.7 * steps else 1.0  # first, every answer is a call
+        calls = 0.25 if step > 0.7 * steps else 1.0  # at first, every answer is a call of the tool
         return [conversation(i, tools, rng, calls) for i in range(64)]
 
     warmup.imitate(model, conversations, steps, rise=20)

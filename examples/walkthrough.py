@@ -3,7 +3,7 @@
     python -m examples.walkthrough              # the model in nanogrpo/data/sums/base
     python -m examples.walkthrough runs/base    # the model of `nanogrpo warmup runs/base`
 
-Change the options in CFG, the seed, the step or the reward function, and see what changes. The
+Change the options in CFG, the seed, the step or the reward function, and compare the output. The
 program calls the same functions as train.py, in the same order, and prints values in between.
 In: a checkpoint with the tokenizer of the built-in task. Out: sections of text, separated by empty
 lines. Read next: docs/walkthrough.md, which explains each section.
@@ -268,7 +268,7 @@ def loss(batch: PackedBatch, model: Decoder, tokenizer: Tokenizer) -> Tensor:
     p = logits[second].softmax(-1)  # [completions, V]
     dz = -dlogp[second, None] * p  # dlogp/dz = 1[the target] - p
     dz[torch.arange(len(second)), batch.targets[second]] += dlogp[second]
-    p = p[0]  # equal in all completions, because each starts with the prompt and <think>
+    p = p[0]  # the same for all completions, because each starts with the prompt and <think>
     shown = p.topk(4).indices.tolist()
     named = "  ".join(f"{tokenizer.decode([i], False):>8}" for i in shown)
     show(

@@ -47,7 +47,7 @@ WORDS = {
     "box": "box bag basket jar crate",
 }
 
-# --- the problems: a function for the answer, ranges of the numbers, and five stories ---
+# --- each kind of problem: a function for the answer, ranges of the numbers, five stories ---
 
 Kind = tuple[Callable, list[range], list[str]]
 KINDS: dict[str, Kind] = {
@@ -235,7 +235,7 @@ def tell(story: str, numbers: list[int], rng: random.Random) -> str:
 
 
 def problems(split: str, count: int, seed: int = 0) -> list[dict]:
-    """Return `count` different problems, of each kind in turn. split: "train" or "held_out"."""
+    """Return `count` different problems, taking the kinds in turn. split: "train" or "held_out"."""
     rng = random.Random(f"word problems,{split},{seed}")
     held_out = split == "held_out"
     found: dict[str, dict] = {}  # by text
@@ -255,7 +255,7 @@ def problems(split: str, count: int, seed: int = 0) -> list[dict]:
 
 # --- the reward ---
 
-NUMBER = re.compile(r"(?<!\w)-?\d[\d,]*(?:\.\d+)?")  # in "20-21", the "-" is no sign
+NUMBER = re.compile(r"(?<!\w)-?\d[\d,]*(?:\.\d+)?")  # in "20-21", the "-" is not a minus sign
 
 
 def last_number(completions: list, answer: list, **kwargs) -> list[float]:
