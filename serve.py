@@ -54,8 +54,8 @@ LARGEST = 16 << 30  # bytes; the default limit of the KV cache, which vLLM zeroe
 
 
 def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return our options, and those for vLLM. Raises UserError for an option that users may not
-    set.
+    """Return the options of serve.py, and the options for vLLM. Raises UserError for an option that
+    users may not set.
     """
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
@@ -149,7 +149,8 @@ def main(argv: list[str] | None = None) -> int:
 def set_environment() -> None:
     """Set the variables that vLLM, its workers and our access control read."""
     os.environ["NANOGRPO_SERVER"] = str(os.getpid())  # the workers end with this process
-    # Only this mode has the weight routes. Our access control closes the other routes of the mode.
+    # Only vLLM's development mode has the weight routes. Our access control closes its other
+    # routes.
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -75,7 +75,8 @@ def train(run: Run) -> None:
                 # `pack` yields the micro-batches of each optimizer step.
                 # `last` marks the last micro-batch of an optimizer step.
                 # With --steps-per-generation, the samples are split into several lists.
-                # With --num-iterations, all lists are repeated. Both options are 1 by default.
+                # With --num-iterations, all lists are repeated.
+                # By default, --steps-per-generation and --num-iterations are 1.
                 # Samples with advantage 0 have no gradient and are left out, unless beta > 0.
                 # The tokens of these samples still count in the weight below.
                 for batches in pack(run, samples, generation, step):

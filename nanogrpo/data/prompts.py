@@ -211,8 +211,8 @@ def from_record(
         for m in text
     )
     malformed = (
-        f'`{column}` must be a text or a list of {{"role": text, "content": text}}; correct the '
-        "record"
+        f'`{column}` must be a string or a list of {{"role": string, "content": string}}; correct '
+        "the record"
     )
     require(isinstance(text, str) or (is_chat and text), malformed)
     if isinstance(text, str):
@@ -284,12 +284,12 @@ def _order(count: int, n: int, seed: int, epoch: int) -> np.ndarray:
     """Return the order of the prompts in an epoch, as a permutation [count] int64.
 
     A step that crosses the boundary of two epochs takes `tail` prompts from the old epoch and n -
-    tail from the new epoch. With independent permutations, such a step could contain a prompt
-    twice, and this prompt would have twice the weight. So the first n - tail prompts of the new
-    epoch are chosen from the prompts that are not in this tail. All other prompts follow in random
-    order. An epoch's order therefore depends on the order of the previous epoch, and so on. This
-    chain of epochs starts at the last epoch that began exactly at the start of a step (at most n
-    epochs back).
+    tail from the new epoch. With independent permutations, a step across two epochs could contain a
+    prompt twice, and this prompt would have twice the weight. So the first n - tail prompts of the
+    new epoch are chosen from the prompts that are not in the tail of the old epoch. All other
+    prompts follow in random order. An epoch's order therefore depends on the order of the previous
+    epoch, and so on. This chain of epochs starts at the last epoch that began exactly at the start
+    of a step (at most n epochs back).
     """
     begin = epoch
     while n <= count and begin * count % n:  # with n > count, steps repeat prompts anyway

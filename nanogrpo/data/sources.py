@@ -12,7 +12,7 @@ from typing import Any
 from nanogrpo.errors import UserError, reading
 from nanogrpo.feature import Feature, first
 
-Record = tuple[str, dict]  # (location, such as "file.jsonl:12" or "arithmetic, row 3"; record)
+Record = tuple[str, dict]  # location, such as "file.jsonl:12" or "arithmetic, row 3"; and record
 # A name, a list of records (dicts), or another object that a feature can read.
 Source = Any
 

@@ -106,8 +106,8 @@ def _shard(model: Any, world: World) -> None:
         # the head stays gathered: its backward pass directly follows its forward pass
         fully_shard(model.lm_head, reshard_after_forward=False, **options)
     fully_shard(model, reshard_after_forward=False, **options)
-    # By default, FSDP2 starts to gather a block when the host reaches this block.
-    # This would be late, because the host often waits for the bounds of sequences.
+    # By default, FSDP2 starts to gather a block when the host reaches this block, which would be
+    # late, because the host often waits for the bounds of sequences.
     # So each block explicitly prefetches the next block, in both passes.
     for block, following in itertools.pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])
@@ -115,8 +115,8 @@ def _shard(model: Any, world: World) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered parameters, so that their shards can be accessed. Without this call, the
-    root's parameters stay gathered after a forward pass that has no backward pass.
+    """Free the gathered parameters, so that their shards can be accessed. Without a call of
+    `reshard`, the root's parameters stay gathered after a forward pass that has no backward pass.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -149,8 +149,8 @@ class World:
     def once(self, work: Callable[[], Any]) -> Any:
         """Call `work` on the main rank. Return its result, or raise its error, on every rank.
 
-        Only UserError and FloatingPointError are shared. Any other exception is raised on the main
-        rank only, and this failure ends the other ranks (failure.py).
+        Only a UserError or FloatingPointError is raised on every rank. Any other exception is
+        raised on the main rank only, and this failure ends the other ranks (failure.py).
         """
         result, error = None, None
         if self.main:
@@ -220,7 +220,7 @@ def _connect(cfg: Config, world: World) -> None:
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=cfg.ddp_timeout)
     try:
-        # Even a single GPU needs a group, for FSDP2, which casts the float32 weights to bfloat16.
+        # FSDP2, which casts the float32 weights to bfloat16, needs a group even on a single GPU.
         store: Any = dist.HashStore()
         if launched:
             store, _, _ = next(dist.rendezvous("env://", timeout=timeout))

@@ -47,7 +47,8 @@ class Engine(Protocol):
     def load(self, model: nn.Module, version: int) -> None:
         """Copy the model's current weights. New samples have this `version`.
 
-        The engine needs a copy, because training may change the original weights during sampling.
+        The engine needs a copy of the weights, because training may change the original weights
+        during sampling.
         """
 
     def sample(

@@ -45,7 +45,7 @@ class LocalEngine:
         slots: int = 64,  # maximum number of completions decoded at the same time
         cache_tokens: int | None = None,  # None: enough for all slots
         dtype: torch.dtype | None = None,
-        paged: bool = False,  # use the GPU's cache on a CPU, too
+        paged: bool = False,  # use the paged cache on a CPU, too
     ):
         self.device = torch.device(device)
         on_gpu = self.device.type == "cuda"
@@ -67,7 +67,9 @@ class LocalEngine:
         self.runner = kind(self.model, self.cache, self.scheduler.state)
 
     def prepare(self, model: Decoder) -> None:
-        """Move a new model from the meta device to the engine's device, without values."""
+        """Move a new model from the meta device to the engine's device, with uninitialized
+        weights.
+        """
         model.to(self.dtype).requires_grad_(False).to_empty(device=self.device).tie()
 
     def copy(self, model: nn.Module) -> None:
@@ -112,7 +114,9 @@ class LocalEngine:
     def sample_steps(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
     ) -> Iterator[list[Sample]]:
-        """After each call of `Runner.decode`, yield the completions as decoded so far."""
+        """After each call of `Runner.decode`, yield the completions with the tokens decoded so
+        far.
+        """
         completions = [
             Completion(
                 Sample(p, j, [], [], False, []),

@@ -1,11 +1,11 @@
 """Apply the filters top_k and top_p, then sample one token per row.
 
 In: logits `[b, V]`, and each row's random key and counter `[b]`. Out: tokens `[b]` and their
-log-probs `[b]` without the filters. The random numbers are counter-based: each number is a hash of
-the completion's key and the token's position. So the random numbers of a completion are the same in
-any row, in any batch and on any rank. The completion is also the same, unless the logits are
-rounded differently in another batch, which can happen in bfloat16. Read next:
-kernels/reference/sample.py (`sample_tokens`), runner.py, which calls this file.
+log-probs `[b]` before filtering. The random numbers are counter-based: each number is a hash of the
+completion's key and the token's position. So the random numbers of a completion are the same in any
+row, in any batch and on any rank. The completion is also the same, unless the logits are rounded
+differently in another batch, which can happen in bfloat16. Read next: kernels/reference/sample.py
+(`sample_tokens`), runner.py, which calls this file.
 """
 
 from torch import Tensor

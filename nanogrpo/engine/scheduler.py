@@ -8,8 +8,8 @@
 In: completions, and a cache (cache.py). Out: the active completions. Active completions are always
 in rows 0 … b-1 of the cache, so a step computes only active rows. When a row finishes, a waiting
 completion or the last active row takes its place. If the cache of a GPU is full, the youngest
-completion returns to the queue. Later, the completion continues after the tokens that it already
-has. Read next: runner.py (what a row computes).
+completion returns to the queue. When this completion gets a row again, it continues after the
+tokens that it already has. Read next: runner.py (what a row computes).
 """
 
 from collections import deque

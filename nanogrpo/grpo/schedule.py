@@ -163,8 +163,8 @@ def _spread(pieces: list[Piece], budget: int, ranks: int, share: int) -> tuple[l
 
     Return the strips, most expensive first, and the total cost of all micro-batches. Each group of
     `ranks` consecutive strips is one micro-batch, with one strip per rank. Ranks wait for each
-    other, so the cost of a micro-batch is that of its first strip. A piece that exceeds the budget
-    gets its own strip.
+    other, so the cost of a micro-batch is the cost of its first strip, which is the most expensive
+    one. A piece that exceeds the budget gets its own strip.
 
     Pieces are assigned from the most expensive to the cheapest, each to the cheapest strip that can
     still hold it ("longest processing time first"). If the budget does not limit the choice, the

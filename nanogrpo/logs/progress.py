@@ -104,7 +104,7 @@ class Progress:
         if self.flat == FLAT:
             print_line(
                 f"warning: in {FLAT} steps in a row, all completions of a prompt got the same "
-                "reward, so nothing was learned: read some (--num-completions-to-print 4)"
+                "reward, so nothing was learned: look at some with --num-completions-to-print 4"
             )
 
 

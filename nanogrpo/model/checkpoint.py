@@ -73,7 +73,7 @@ def tensors(files: list[Path]) -> Iterator[tuple[str, Any]]:
     """
     for file in files:
         with (
-            reading(file, "copy it again, unless memory is short"),
+            reading(file, "copy it again, or free memory if it ran out"),
             safe_open(file, framework="pt") as f,
         ):
             for name in f.keys():  # noqa: SIM118 (not a dict)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 # Some models change the frequencies for longer contexts.
-# For each rope_type, SCALINGS has a function that reads the change from config.json:
-# (rope_type, its object, config.json, its name) → an object with `frequencies` and `to_dict`.
+# SCALINGS maps a rope_type to a function that reads from config.json how the frequencies change.
+# The function gets the rope_type, the JSON object with the rope_type, all of config.json, and the
+# name of the file. It returns an object with `frequencies` and `to_dict`.
 SCALINGS: dict[str, Callable[[str, dict, dict, str], Any]] = {}
 
 

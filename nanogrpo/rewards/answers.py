@@ -200,7 +200,7 @@ class Measure(NamedTuple):
     """The parts of an answer such as "x = 18 cm"."""
 
     body: str  # "18"
-    number: Fraction | None  # the value of the body; None: it is not a number
+    number: Fraction | None  # the value of the body; None: the body is not a number
     # The first name of a common unit, such as "cm"; "" for any other word, or for no word.
     # None if the text after the number changes the number, as in "3 squared" or "11_2".
     unit: str | None

@@ -13,8 +13,8 @@ called once for all B samples:
 
 The keyword arguments are lists of length B, except for the last three:
 
-    `prompts` are as in the data: texts, or messages.
-    `completions` are texts, or [{"role": "assistant", "content": text}] if prompts are messages.
+    `prompts` are as in the data: strings, or lists of messages.
+    `completions` are strings; for prompts of messages, [{"role": "assistant", "content": string}].
     `completion_ids` are token ids, including the stop token.
     Each other column of the data is an argument, too, with None where a record lacks the column.
     `trainer_state` has .global_step (finished steps), .max_steps and .epoch, e.g. for a curriculum.
@@ -169,7 +169,7 @@ async def _await(result: Awaitable) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to a number, a text or None, which JSON can represent."""
+    """Convert a value to a number, a string or None, which JSON can represent."""
     if hasattr(value, "tolist"):
         value = value.tolist()  # a numpy or torch scalar
     if isinstance(value, str | int | float | None):

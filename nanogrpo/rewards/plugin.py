@@ -91,7 +91,7 @@ def split_arguments(spec: str, option: str = OPTION) -> tuple[str, dict[str, Any
     except (SyntaxError, ValueError) as error:
         raise UserError(
             f"{option}: the arguments in {spec!r} cannot be read: write {match[1]}:key=value,"
-            "key=value, with numbers, True, False, None, single words or quoted texts"
+            "key=value, with numbers, True, False, None, single words or quoted strings"
         ) from error
 
 
@@ -126,7 +126,7 @@ def bind(function: Callable, arguments: dict[str, Any], spec: str) -> Callable:
         raise UserError(
             f"{OPTION}: {spec!r} takes neither completions nor **kwargs, so it must make a reward "
             f"function, but with these arguments it raised {type(error).__name__}: "
-            f"{text_of(error)}; give those of {signature} as "
+            f"{text_of(error)}; give arguments that fit {signature} as "
             f"{split_arguments(spec)[0]}:key=value,key=value"
         ) from error
 

@@ -100,8 +100,8 @@ class Scorer:
             needed = need if option == "--data" else len(need) == len(self.calls)
             if needed and given and is_missing:
                 raise UserError(
-                    f"{option} has no text or number in a column solution or answer, which "
-                    f"{need[0]} compares with: name another column with --answer-column, or other "
+                    f"{option} has no text or number in a column solution or answer, but "
+                    f"{need[0]} needs one: name another column with --answer-column, or other "
                     "--reward-funcs."
                 )
 

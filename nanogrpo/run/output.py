@@ -69,7 +69,7 @@ def claimed(cfg: Config, world: World) -> Iterator[None]:
                     "another folder."
                 ) from None
             except OSError:
-                logger.warning("%s has no locks: do not start a second run there", folder)
+                logger.warning("%s cannot be locked: do not start a second run there", folder)
 
         world.once(claim)
         # each machine might have its own folder of this name, instead of a shared one

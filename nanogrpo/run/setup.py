@@ -64,7 +64,7 @@ class Inputs:
     rewards: Scorer
     prompts: list[Prompt]
     eval_prompts: list[Prompt]
-    longest_prompt: int  # in tokens; a feature may increase it
+    longest_prompt: int  # number of tokens; a feature may increase this number
 
 
 @dataclasses.dataclass

@@ -40,7 +40,7 @@ def check_server(server: str, info: dict, cfg: ModelConfig, max_len: int) -> Non
     """
     server = f"--server {server}"
     advice = "start serve.py with the checkpoint of --model"
-    with reading(server, advice, "describes no model of this kind"):
+    with reading(server, advice, "does not describe a model of this kind"):
         theirs = type(cfg).from_dict(info["config"], server)
     for name, x in vars(theirs).items():
         if x != (ours := getattr(cfg, name)):
@@ -76,8 +76,8 @@ def transport(wanted: str, server: str, info: dict, ours: dict[str, str]) -> str
         )
     elif gpu in theirs and len(theirs) > 1:
         problem = (
-            "uses the trainer's GPU and others, and no transport reaches both; give the server "
-            "only that GPU, or only others"
+            "uses the trainer's GPU and other GPUs, but no transport reaches both; give the server "
+            "only the trainer's GPU, or only other GPUs"
         )
     elif wanted not in ("auto", found):
         where = "shares the trainer's GPU" if gpu in theirs else "is on another GPU"
@@ -85,7 +85,7 @@ def transport(wanted: str, server: str, info: dict, ours: dict[str, str]) -> str
     elif gpu not in theirs and info["nccl"] != ours["nccl"]:
         problem = (
             f"has NCCL {info['nccl']!r} but the trainer has {ours['nccl']!r}, and NCCL connects "
-            "only equal versions; install the same torch for both"
+            "only identical versions; install the same torch for both"
         )
     else:
         return found
@@ -187,7 +187,7 @@ def read(
             f"{server} returned a prompt whose image tokens differ from ours: its "
             "preprocessor_config.json differs"
         )
-    if params["n"] == 1:  # greedy, or a group of one
+    if params["n"] == 1:  # greedy sampling, or a group with one completion
         samples = [dataclasses.replace(s, index=i) for s in samples[:1] for i in range(n)]
     if len(samples) != n:
         raise ServerError(f"{server} returned {len(samples)} of {n} completions")

@@ -90,7 +90,7 @@ class Transfer(WeightTransferEngine):
             # once this method returns, the trainer may overwrite shared buckets
             torch.cuda.synchronize(self.device)
 
-    receive_weights = update_weights  # vLLM calls only `update_weights`, but requires both methods
+    receive_weights = update_weights  # vLLM requires this method, but never calls it
 
     def _repack_tied_head(self) -> None:
         """Refresh the packed copy of the head that vLLM uses on a CPU.

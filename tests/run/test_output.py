@@ -58,7 +58,7 @@ def test_without_locks_the_run_logs_a_warning(rows_of, tmp_path, monkeypatch, ca
     monkeypatch.setattr(fcntl, "flock", none)
     with caplog.at_level(logging.WARNING):
         rows_of("--max-steps 1")
-    assert f"{tmp_path} has no locks: do not start a second run there" in caplog.messages
+    assert f"{tmp_path} cannot be locked: do not start a second run there" in caplog.messages
 
 
 def test_overwriting_removes_only_what_runs_have_written(tmp_path):

@@ -195,5 +195,5 @@ def test_a_mistake_gets_one_sentence_with_its_row(base, tokenizer, tmp_path, mon
 
 
 def test_a_model_that_reads_only_text_refuses_pictures(tiny_tokenizer):
-    with pytest.raises(UserError, match="must be a text or a list"):
+    with pytest.raises(UserError, match="must be a string or a list"):
         data.load(Config(), tiny_tokenizer, [[row()]])

@@ -155,8 +155,8 @@ OURS = {"gpu": "A", "nccl": "2.29.7"}
         (
             "auto",
             {"gpus": ["A", "B"]},
-            "--server here uses the trainer's GPU and others, and no transport reaches both; give "
-            "the server only that GPU, or only others.",
+            "--server here uses the trainer's GPU and other GPUs, but no transport reaches both; "
+            "give the server only the trainer's GPU, or only other GPUs.",
         ),
         (
             "auto",
@@ -168,7 +168,7 @@ OURS = {"gpu": "A", "nccl": "2.29.7"}
             "auto",
             {"gpus": ["B"], "nccl": "2.28.9"},
             "--server here has NCCL '2.28.9' but the trainer has '2.29.7', and NCCL connects only "
-            "equal versions; install the same torch for both.",
+            "identical versions; install the same torch for both.",
         ),
     ],
 )
