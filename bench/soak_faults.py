@@ -80,8 +80,10 @@ REAL = {
 class Run:
     """A run of train.py, possibly on several ranks, that can be restarted."""
 
-    # all processes must end within this many seconds after torchrun or the last rank has ended
-    patience = 30.0
+    # All processes must end within this many seconds after torchrun or the last rank has ended.
+    # If torchrun is killed while the ranks import torch or look for each other, the ranks first
+    # wait for --ddp-timeout.
+    patience = 90.0
 
     def __init__(self, mode: Mode, base: Path, folder: Path):
         self.mode, self.folder, self.output = mode, folder, folder / "run"

@@ -1,19 +1,23 @@
 """Take the pictures of `nanogrpo view` in the documentation: python -m docs.img.view RUN
 
 In: the output folder of a run with --eval-steps 5, --log-completions and --log-tokens, such as that
-of `make demo`. Out: view.png, view_dark.png and view_phone.png in this folder. This program needs
-chromium and chromedriver. Read next: tests/logs/browser.py.
+of `make demo`. Out: view.gif, which moves the slider through the run, and view.png, view_dark.png
+and view_phone.png, in this folder. This program needs chromium and chromedriver. Read next:
+tests/logs/browser.py.
 """
 
 from __future__ import annotations
 
+import io
 import sys
 import tempfile
 from pathlib import Path
 
+from PIL import Image
+
 from nanogrpo.extras.view.data import Run
 from nanogrpo.extras.view.server import write
-from tests.logs.browser import open_browser
+from tests.logs.browser import Browser, open_browser
 
 HERE = Path(__file__).parent
 # Show a problem whose answer the steps 6 to 10 have corrected.
@@ -42,6 +46,24 @@ def main(run: Path) -> None:
             if dark:
                 browser.point_at(".t[style*='70%']")
             (HERE / f"{name}.png").write_bytes(browser.picture())
+        record(browser, page)
+
+
+def record(browser: Browser, page: Path) -> None:
+    """Write view.gif: the overview after each evaluation, for a second each."""
+    frames = []
+    browser.resize(1280, 860, False)
+    browser.open(page.as_uri())
+    for step in browser.run("return story.problems[0].visits[0].map(visit => visit.step)"):
+        browser.open(f"{page.as_uri()}#step={step}")
+        browser.run(CORRECTED)
+        browser.settle()
+        image = Image.open(io.BytesIO(browser.picture())).convert("RGB")
+        frames.append(image.resize((960, 645), Image.Resampling.LANCZOS).quantize(64))
+    times = [1000] * (len(frames) - 1) + [3000]  # ms
+    frames[0].save(
+        HERE / "view.gif", save_all=True, append_images=frames[1:], duration=times, loop=0
+    )
 
 
 if __name__ == "__main__":
