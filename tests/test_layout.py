@@ -115,7 +115,7 @@ ONLY_IN = {
     "flash_attn": "nanogrpo/model/gpu_attention.py bench/ tests/",
     "math_verify": "nanogrpo/rewards/symbolic.py",
     "pyarrow": "nanogrpo/data/sources.py tests/",
-    "PIL": "nanogrpo/extras/vision/ tests/ examples/ bench/",
+    "PIL": "nanogrpo/extras/vision/ tests/ examples/ bench/ docs/img/view.py",
     "datasets": "nanogrpo/extras/data/hub.py bench/ tests/",
     "reasoning_gym": "nanogrpo/extras/gym/data.py tests/",
     "torchao": "nanogrpo/extras/optim.py tests/",
