@@ -2,10 +2,10 @@
 
     python -m examples.speedrun.run examples/speedrun/records/start.json --seeds 0 1 2
 
-In: a JSON file with "idea" and "options", which override base.json. Two more keys are optional:
-"environment" (variables of the run) and "float32_matmul_precision" (torch's setting of this name).
-Out: the same file with commit, date, machine, and an entry in "runs" for each seed. The "curve" of
-an entry has a row [step, seconds, processor seconds, accuracy] for each evaluation. Read next:
+In: a JSON file with "idea" and "options", which override those of `make real`. Two keys are
+optional: "environment" (variables of the run) and "float32_matmul_precision" (torch's setting of
+this name). Out: the same file with date, machine, and an entry in "runs" for each seed. The "curve"
+of an entry has a row [step, seconds, processor seconds, accuracy] for each evaluation. Read next:
 verify.py (the rules).
 
 The clock runs during the steps. The clock stands still during the evaluations, which are always
@@ -35,7 +35,7 @@ from nanogrpo.errors import UserError, read_json
 from nanogrpo.extras import attach
 from nanogrpo.feature import Feature
 
-BASE = Path(__file__).with_name("base.json")
+BASE = ROOT / "examples/word_problems.json"
 
 
 class Stopwatch(Feature):
@@ -60,7 +60,7 @@ class Stopwatch(Feature):
 
 
 def options(record: dict) -> dict:
-    """Return all options of a record."""
+    """Return the options of a record, on top of those of `make real`."""
     return read_json(BASE) | record["options"]
 
 
@@ -70,12 +70,10 @@ def one(record: dict, seed: int, folder: Path) -> dict:
     (folder / "record.json").write_text(json.dumps(record))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **record.get("environment", {})}
     command = [sys.executable, "-m", "examples.speedrun.run", str(folder), "--seeds", str(seed)]
-    with (folder / "console.txt").open("w") as console:
-        pipes = {"stdout": console, "stderr": subprocess.STDOUT}
-        done = subprocess.run(command, cwd=ROOT, env=environment, check=False, **pipes)
+    done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
     if done.returncode:
         raise UserError(
-            f"the run with seed {seed} ended with {done.returncode}: read {folder}/console.txt."
+            f"the run with seed {seed} ended with status {done.returncode}: see its output above."
         )
     return read_json(folder / "found.json")
 
@@ -87,7 +85,7 @@ def worker(folder: Path, seed: int) -> None:
     watch = Stopwatch(record.get("float32_matmul_precision", "highest"))
     train.attach = lambda cfg, given: [*attach.attach(cfg, given), watch]
     argv = ["--config", folder / "options.json", "--output-dir", folder / "run", "--seed", seed]
-    if code := train.main([*map(str, argv)]):
+    if code := train.main([*map(str, argv), "--device", "cpu"]):
         sys.exit(code)
     shutil.rmtree(folder / "run" / f"checkpoint-{watch.curve[-1][0]}")
     curve = [[step, round(s, 1), round(p, 1), round(a, 4)] for step, s, p, a in watch.curve]
