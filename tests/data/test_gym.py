@@ -76,6 +76,6 @@ def test_without_the_package_the_message_says_what_to_install(monkeypatch):
     gym.dataset.cache_clear()
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(
-        UserError, match=r"this needs the package .*: pip install 'nanogrpo\[reasoning\]'\."
+        UserError, match=r"needs the package .*: pip install 'nanogrpo\[reasoning\]'\."
     ):
         sources.read("reasoning_gym:countdown", features=[gym.Gym(Config())])
