@@ -405,7 +405,7 @@ def test_a_model_object_stands_for_the_folder_it_was_loaded_from(tiny_base):
         ({"peft_config": object()}, "peft_config is a object: give a LoraConfig of PEFT"),
         ({"peft_config": {"lora_dropout": 0.1}}, "--lora-dropout is an option of TRL: it is not"),
         ({"peft_config": {"bias": "all"}}, "lora_bias is not an option: "),
-        ({"callbacks": [print]}, "callbacks is not an option: pass a function as on_step"),
+        ({"callbacks": [print]}, "callbacks is not an option: stop the run with Ctrl-C"),
         ({"rollout_func": print}, "rollout_func is not an option: use rollout and a function (sam"),
         (
             {"model_init_kwargs": {"device_map": "auto"}},

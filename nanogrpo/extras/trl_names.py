@@ -308,7 +308,7 @@ SYNONYMS = table(
     use_liger_loss use_liger
         leave it out, because a GPU uses our fused kernels, unless `--kernels` is torch
     early_stopping early_stopping_patience callbacks
-        pass a function as `on_step` to nanogrpo.train, or stop the run with Ctrl-C;
+        stop the run with Ctrl-C, or change the loop in train.py;
         `--load-best-model-at-end` keeps the best checkpoint
     reward_fn reward_func reward_function reward_functions
         use `--reward-funcs`
