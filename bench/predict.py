@@ -130,8 +130,8 @@ def shape_of(name: str, four_bits: bool = False) -> Decoder:
 
 
 def on_disk(model: Decoder, cfg: Config) -> int:
-    """Return the size of a checkpoint in bytes: all weights, and for trained weights a float32 copy
-    and two moments.
+    """Return the size of a checkpoint in bytes. A checkpoint has all weights. For each
+    trained weight, it also has a float32 copy and two moments of the optimizer.
     """
     trained, n = weights.sizes(model)
     moments = 2.05 if cfg.optim == "adamw_torch_8bit" else 8

@@ -321,7 +321,9 @@ def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, floa
 
 
 def seconds(work: Work) -> float:
-    """Return the minimum time that a rung needs to move its bytes for the head of Qwen3-0.6B."""
+    """Return how long a rung takes at least for the output head of Qwen3-0.6B, if memory bandwidth
+    is the only limit.
+    """
     return work.moved / (ROWS * VOCAB) * N * V / BANDWIDTH
 
 

@@ -383,8 +383,8 @@ CHOICES = {n: f.metadata["choices"] for n, f in FIELDS.items() if "choices" in f
 
 
 def layer(given: Mapping[str, Any], notes: trl_names.Notes) -> dict[str, Any]:
-    """Return the options of a command line, a file or Python under our names. Other options of TRL
-    keep their names, for `trl_names.translate`. `notes` collects mistakes in the names and in the
+    """Return options under nanogrpo's names. The options come from a command line, a file or
+    Python. Other options of TRL keep their names, for `trl_names.translate`. `notes` collects mistakes in the names and in the
     types of values.
     """
     out: dict[str, Any] = {}

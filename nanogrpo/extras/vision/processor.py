@@ -1,4 +1,5 @@
-"""Turn pictures into patches, and add a token per square of patches, as transformers does.
+"""Turn pictures into patches, and insert one token into the prompt for each square of patches,
+as transformers does.
 
 In: image files, and the token ids of a prompt with one image token per picture. Out: the
 ids with as many image tokens as the pictures need, and `Images`: where these tokens are, their
