@@ -384,8 +384,8 @@ CHOICES = {n: f.metadata["choices"] for n, f in FIELDS.items() if "choices" in f
 
 def layer(given: Mapping[str, Any], notes: trl_names.Notes) -> dict[str, Any]:
     """Return options under nanogrpo's names. The options come from a command line, a file or
-    Python. Other options of TRL keep their names, for `trl_names.translate`. `notes` collects mistakes in the names and in the
-    types of values.
+    Python. Other options of TRL keep their names, for `trl_names.translate`. `notes` collects
+    mistakes in the names and in the types of values.
     """
     out: dict[str, Any] = {}
     if isinstance(inner := given.get("model_init_kwargs"), Mapping):
