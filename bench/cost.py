@@ -81,7 +81,9 @@ def _gpu(tflops: float, tb: float, gib: int, link: float, network: float) -> Dev
     )
 
 
-# From NVIDIA's data sheets. Memory sizes are in GiB. An L40S has 48 GiB, of which ECC takes 3 GiB.
+# From NVIDIA's data sheets, except L4, A10G, 3090, 5090, A6000 and RTX-PRO-6000, whose numbers have
+# not been checked against data sheets. Memory sizes are in GiB. An L40S has 48 GiB, of which ECC
+# takes 3 GiB.
 # Each GPU has one network adapter. Its speed is 400 Gbit/s in machines with H100, H200 or B200, 200
 # Gbit/s with A100, 100 Gbit/s with L40S, and 10 Gbit/s with other GPUs. A T4 or a V100 has no
 # bfloat16, so a run needs a newer GPU.

@@ -14,7 +14,8 @@ benchmark checks:
   (docs/rewards.md): the rows are compared up to this step, and the weights are not compared.
 * Weights: the last checkpoint is byte-identical to the one without the fault.
 * Errors: a rank that was not killed prints one sentence and no traceback.
-* Processes: 90 seconds after the run ends, none of its processes is alive.
+* Processes: half a minute after the run ends, none of its processes is alive. If torchrun is
+  killed, the limit is 90 seconds.
 * Files: no temporary files are left, in the folder of the run or elsewhere.
 
 With --max-staleness, results depend on timing, so values and weights are not compared.

@@ -80,10 +80,8 @@ REAL = {
 class Run:
     """A run of train.py, possibly on several ranks, that can be restarted."""
 
-    # All processes must end within this many seconds after torchrun or the last rank has ended.
-    # If torchrun is killed while the ranks import torch or look for each other, the ranks first
-    # wait for --ddp-timeout.
-    patience = 90.0
+    # all processes must end within this many seconds after torchrun or the last rank has ended
+    patience = 30.0
 
     def __init__(self, mode: Mode, base: Path, folder: Path):
         self.mode, self.folder, self.output = mode, folder, folder / "run"
@@ -149,7 +147,10 @@ class Run:
 
     def settle(self) -> None:
         """Wait until no process of the run is alive."""
-        deadline = time.monotonic() + self.patience
+        # If torchrun is killed while the ranks import torch or look for each other, the ranks first
+        # wait for --ddp-timeout.
+        killed = self.torchrun is not None and self.torchrun.returncode == -signal.SIGKILL
+        deadline = time.monotonic() + (90.0 if killed else self.patience)
         while left := self.commands():
             late = time.monotonic() > deadline
             assert not late, f"{len(left)} processes are left: {[*left.values()]}"

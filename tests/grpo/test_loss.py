@@ -12,6 +12,7 @@ from nanogrpo.kernels.reference.policy import Clip, LossInputs, k3
 
 import nanogrpo.extras.objectives  # noqa: F401 (adds its losses to DIVISORS)
 from nanogrpo import Config
+from nanogrpo.extras.options import CHOICES
 from nanogrpo.grpo import loss as grpo
 from tests.conftest import random_batch
 from tests.kernels import autograd
@@ -32,6 +33,7 @@ def test_weights_follow_their_definitions():
         "luspo": n_tokens / 3,
         **dict.fromkeys(("dapo", "bnpo", "cispo", "vespo", "dppo_tv", "dppo_kl"), 1.0),
     }
+    assert set(loss) == set(CHOICES["loss_type"])
     for name, expected in loss.items():
         cfg = Config(loss_type=name, max_completion_length=limit)
         weights = [grpo.token_weight(n, 3, n_tokens, cfg) for n in lengths]

@@ -95,7 +95,7 @@ def test_a_missing_vllm_and_an_untested_version_are_refused(monkeypatch):
 @pytest.mark.parametrize("secret", ["", "short", "ünïcödé-ünïcödé-ünïcödé"])
 def test_without_a_good_secret_no_server_starts(monkeypatch, secret):
     monkeypatch.setenv(SECRET, secret)
-    with pytest.raises(UserError, match="at least 16 printable ASCII characters"):
+    with pytest.raises(UserError, match="at least 16 printable ASCII characters, and its trainers"):
         serve.check_secret()
     monkeypatch.setenv(SECRET, LONG)
     serve.check_secret()
