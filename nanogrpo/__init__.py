@@ -6,15 +6,16 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nanogrpo.extras.api import Config as Config
-    from nanogrpo.extras.api import train as train
+    from nanogrpo.extras.api import Config, Result, evaluate, generate, train
+
+__all__ = ["Config", "Result", "evaluate", "generate", "train"]
 
 __version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:
     """Import the Python interface only when used, because it loads the options of all extras."""
-    if name in ("Config", "train"):
+    if name in __all__:
         from nanogrpo.extras import api
 
         return getattr(api, name)

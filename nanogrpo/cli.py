@@ -9,10 +9,9 @@ next: config.py.
 """
 
 import argparse
-import difflib
 import functools
 import json
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -121,39 +120,41 @@ def _reading(kind: str) -> dict[str, Any]:
     return how | {"nargs": "*"} if kind.startswith("tuple") else how
 
 
-def parse(
-    argv: Sequence[str] | None,
+def parse(argv: Sequence[str] | None, kind: type[C], program: argparse.ArgumentParser) -> C:
+    """Parse the command line into a Config of class `kind`, without validating it.
+
+    Raises UserError for unknown options and for values of the wrong type. The options `--help` and
+    `--print-config` end the program. `program` is a parser made by `parser`.
+    """
+    known, unknown = program.parse_known_args(argv)
+    if unknown:
+        raise UserError(f"{unknown[0]} is not an option.")
+    return resolve(vars(known), kind)
+
+
+def resolve(
+    given: Options,
     kind: type[C],
-    program: argparse.ArgumentParser,
-    *,
     profiles: Mapping[str, Options] = PROFILES,
     read: Callable[[Path], Options] = read_json,
     translate: Callable[[Options], Options] = lambda given: given,
 ) -> C:
-    """Parse the command line into a Config of class `kind`, without validating it.
+    """Return the Config of a command line's options, which may name a profile and a file.
 
-    Raises UserError for unknown options and for values of the wrong type. The options `--help` and
-    `--print-config` end the program. `program` is a parser made by `parser`. For an unknown option,
-    the message suggests a similar option. `profiles` maps names to presets. `read` returns the
-    options in a file. `translate` replaces options that `kind` does not have.
+    `profiles` maps names to presets. `read` returns the options in a file. `translate` replaces
+    options that `kind` does not have.
     """
-    known, unknown = program.parse_known_args(argv)
-    given = vars(known)
-    if unknown:
-        options = program._option_string_actions
-        raise UserError(unknown_option(unknown[0].split("=")[0], options))
     profile, file = given.pop("profile", None), given.pop("config", None)
     print_config = given.pop("print_config", False)
     if profile not in (None, *profiles):
         raise UserError(f"--profile is {profile!r}: choose one of {', '.join(profiles)}.")
     try:
-        from_file = {} if file is None else read(Path(file))
+        from_file = {} if file is None else read(Path(str(file)))
     except UserError as e:
         raise UserError(f"--config {e}") from e
-    chosen = over(profiles.get(profile, {}), translate(over(from_file, given)))
-    known_names = [field.name for field in fields(kind)]
-    for name in chosen.keys() - known_names:
-        raise UserError(unknown_option(name, known_names))
+    chosen = _over(profiles.get(profile, {}), translate(_over(from_file, given)))
+    for name in chosen.keys() - {field.name for field in fields(kind)}:
+        raise UserError(f"{name} is not an option.")
     # in a file, null stands for the default
     cfg = kind(**{name: value for name, value in chosen.items() if value is not None})
     if print_config:
@@ -163,7 +164,7 @@ def parse(
     return cfg
 
 
-def over(lower: Options, upper: Options) -> Options:
+def _over(lower: Options, upper: Options) -> Options:
     """Merge two layers of options. An option in `upper` overrides the same option in `lower`.
 
     If `upper` sets the epochs or the steps, both are dropped from `lower`, because both options set
@@ -172,13 +173,6 @@ def over(lower: Options, upper: Options) -> Options:
     length = {"num_train_epochs", "max_steps"}
     dropped = length if any(upper.get(name) for name in length) else set()
     return {name: value for name, value in lower.items() if name not in dropped} | upper
-
-
-def unknown_option(name: str, known: Iterable[str]) -> str:
-    """Return the message for an unknown option, which suggests the most similar known option."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    advice = f"use {near[0]}, or see --help" if near else "see --help for the options"
-    return f"{name} is not an option: {advice}."
 
 
 def json_object(text: str) -> Any:  # argparse shows this name in its error message

@@ -6,12 +6,15 @@ Read next: nanogrpo/extras/api.py.
 import asyncio
 import contextlib
 import datetime
+import os
+import re
 import threading
 
 import numpy as np
 import pytest
 import torch
 
+import nanogrpo
 from nanogrpo import Config, train
 from nanogrpo.data import sources
 from nanogrpo.errors import UserError
@@ -33,22 +36,45 @@ def test_functions_and_records_train_as_files_do(tiny_base, tmp_path):
         seen.extend(answer)
         return [float(len(ids) % 2 == 0) for ids in completion_ids]
 
+    calls = []
     rows = train(
         config(tiny_base, tmp_path, eval_steps=2),
         reward_funcs=[even, "format"],
         train_dataset=SUMS,
         eval_dataset=SUMS[:3],
+        on_step=calls.append,
     )
-    steps = [row for row in rows if "reward" in row]
-    assert [row["step"] for row in steps] == [0, 1]
-    assert [row["eval/after"] for row in rows if "eval/after" in row] == [0, 2]
-    assert rows == lines(tmp_path)[1:]
-    assert {"rewards/even/mean", "rewards/format_reward/mean"} <= steps[0].keys()
+    before, *steps, after = lines(tmp_path)[1:]
+    assert [*rows] == steps
+    assert rows.evals == [before, after]
+    assert rows.steps == [1, 2]
+    first = ["step", "reward", "rewards/even/mean", "rewards/format_reward/mean"]
+    assert [*rows[0]][:4] == first
+    assert calls == [before | row for row in steps]
     assert seen
     assert {*seen} <= {row["answer"] for row in SUMS}
     header = lines(tmp_path)[0]["run"]
     assert header["reward_funcs"] == ["even from Python", "format"]
-    assert (tmp_path / "checkpoint-2").is_dir()
+    assert rows.checkpoint == tmp_path / "checkpoint-2"
+    values = {0: before["eval/reward"], 2: after["eval/reward"]}
+    step = max(values, key=values.get)
+    assert rows.best == (rows.checkpoint if step else None, values[step], step)
+    assert repr(rows).startswith(
+        f"Result({os.path.relpath(tmp_path)!r}): held-out reward {values[0]:.3f} → "
+    )
+    assert len(rows.plot("reward", "entropy").axes) == 2
+    assert rows.plot("reward")._repr_png_().startswith(b"\x89PNG")
+
+    metrics, completions = nanogrpo.evaluate(
+        rows, SUMS[:3], reward_funcs=[even, "format"], device="cpu"
+    )
+    assert metrics == {n: x for n, x in after.items() if n not in ("step", "eval/after")}
+    assert nanogrpo.generate(rows, [row["prompt"] for row in SUMS[:2]], device="cpu") == [
+        nanogrpo.generate(str(rows.checkpoint), row["prompt"], max_completion_length=8)
+        for row in SUMS[:2]
+    ]
+    assert [row["prompt"] for row in completions] == [row["prompt"] for row in SUMS[:3]]
+    assert len({*nanogrpo.generate(rows, ["1+1="] * 3, temperature=1.0)}) == 3
 
 
 def test_a_datasets_dataset_trains(tiny_base, tmp_path):
@@ -58,7 +84,7 @@ def test_a_datasets_dataset_trains(tiny_base, tmp_path):
     )
     cfg = config(tiny_base, tmp_path, max_steps=1, eval_steps=1)
     rows = train(cfg, reward_funcs="format", train_dataset=splits)
-    assert [row.get("eval/after") for row in rows] == [0, None, 1]
+    assert [row["eval/after"] for row in rows.evals] == [0, 1]
 
 
 def test_a_function_with_the_name_of_a_built_in_one_is_the_users(tiny_base, tmp_path):
@@ -113,20 +139,68 @@ def test_training_in_a_thread_needs_no_signals(tiny_base, tmp_path):
     assert len(rows) == 1
 
 
+def test_a_function_can_stop_the_run(tiny_base, tmp_path):
+    data = {"reward_funcs": "format", "train_dataset": SUMS}
+    stop = {"on_step": lambda row: row["step"] == 1}
+    rows = train(config(tiny_base, tmp_path, max_steps=5), **data, **stop)
+    assert (rows.steps, rows.checkpoint) == ([1, 2], tmp_path / "checkpoint-2")
+
+
+def test_a_reward_function_may_have_a_name_with_dots(tiny_base, tmp_path, monkeypatch):
+    """TRL's command line names functions in this way."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/rewards.py").write_text(
+        "def half(completions, share=0.5, **kwargs):\n    return [share] * len(completions)\n"
+    )
+    cfg = config(
+        tiny_base, tmp_path / "run", max_steps=1, reward_funcs=["own.rewards.half:share=2"]
+    )
+    assert train(cfg, train_dataset=SUMS)[0]["rewards/half/mean"] == 2
+
+
+CHAT = [{"question": row["prompt"], "result": row["answer"]} for row in SUMS]
+
+
+@pytest.mark.parametrize(
+    ("function", "advice"),
+    [
+        (
+            lambda completions, completions_ids, **_: [],
+            "; did you mean completion_ids? The data have the columns result",
+        ),
+        (
+            lambda completions, **_: [re.search("a", text) for text in completions],
+            "; completions are messages here, because the prompts are messages: the text of a",
+        ),
+        (
+            lambda completions, **_: [c.strip() for c in completions],
+            "text of a completion is compl",
+        ),
+    ],
+)
+def test_the_error_of_a_reward_function_says_what_to_do(tiny_base, tmp_path, function, advice):
+    with pytest.raises(UserError, match=re.escape(advice)) as error:
+        train(config(tiny_base, tmp_path), reward_funcs=function, train_dataset=CHAT)
+    assert error.value._render_traceback_() == [f"error: {error.value}"]
+
+
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
         ({"reward_funcs": [3], "train_dataset": SUMS}, {}, "3 is not a function"),
-        ({"reward_funcs": "format"}, {}, "--data is missing"),
+        ({"reward_funcs": "format"}, {}, "^data is missing"),
         ({"reward_funcs": "format", "train_dataset": []}, {}, "data holds no prompts"),
         ({"reward_funcs": "format", "train_dataset": [3]}, {}, "a record must be an object"),
         ({"reward_funcs": "format", "train_dataset": SUMS}, {"data": ("x",)}, "data is set in"),
-        ({"reward_funcs": "format", "train_dataset": SUMS}, {"top_p": 2.0}, "--top-p is 2.0"),
+        ({"reward_funcs": "format", "train_dataset": SUMS}, {"top_p": 2.0}, "^top_p is 2.0"),
         ({"tools": 3}, {}, "3 is not a function: pass one, or set its name in Config"),
         ({"tools": ["a.py:f"]}, {}, "'a.py:f' is not a function: pass one, or set its name"),
         ({"environment_factory": "a.py:F"}, {}, "'a.py:F' is not a function: pass one"),
         ({"environment_factory": dict}, {"environment_factory": "a.py:F"}, "is set in Config and"),
-        ({"environment_factory": dict, "rollout": print}, {"data": ("a",)}, "--rollout cannot be"),
+        ({"environment_factory": dict, "rollout": print}, {"data": ("a",)}, "^rollout cannot be"),
+        ({"rollout": lambda prompts, trainer: {}}, {"data": ("a",)}, "has the signature of TRL's"),
+        ({"reward_funcs": "format", "train_dataset": SUMS, "beta_": 1}, {}, "beta_ is not an opt"),
     ],
 )
 def test_a_mistake_raises_one_sentence(tiny_base, tmp_path, given, options, message):
@@ -140,6 +214,6 @@ def test_values_with_a_text_of_their_own_are_kept_in_a_row():
     assert sources.read([row]) == [("data, row 1", row)]
 
 
-def test_options_have_a_class_of_their_own():
-    with pytest.raises(UserError, match=r"the options are a dict: give a nanogrpo\.Config\."):
+def test_a_model_has_a_name():
+    with pytest.raises(UserError, match="model is a dict with other weights than any folder: save"):
         train({"model": "base"}, reward_funcs="format", train_dataset=SUMS)

@@ -1,38 +1,50 @@
-"""Train from Python or a notebook, with functions and data as objects.
+"""Train, evaluate and generate from Python or a notebook, with functions and data as objects.
 
-    from nanogrpo import Config, train
+    import nanogrpo
 
     def brevity(completion_ids, **kwargs):
         return [-len(ids) / 1000 for ids in completion_ids]
 
-    rows = train(
-        Config(model="Qwen/Qwen3-0.6B", max_steps=20),
+    rows = nanogrpo.train(
+        nanogrpo.Config(model="Qwen/Qwen3-0.6B", max_steps=20, output_dir="runs/a"),
         reward_funcs=["accuracy", brevity],
         train_dataset=[{"question": "What is 3+4?", "answer": "7"}, …],  # or a datasets.Dataset
     )
-    print(rows[-1]["reward"])
+    rows                          # Result('runs/a'): reward 0.250 → 0.875, best 0.906 after …
+    rows.plot()                   # the learning curves
+    nanogrpo.generate(rows, ["What is 5+6?"])                 # → ["5+6=11"]
+    metrics, completions = nanogrpo.evaluate(rows, held_out, reward_funcs="accuracy")
 
-In: options, and Python objects that replace names in them. Out: the records of metrics.jsonl, one
-dict per step or evaluation; the run also writes its usual files. Read next: train.py (the loop).
+`train` also takes the arguments of TRL's GRPOTrainer (docs/trl.md). In: options, and Python objects
+that replace names in them. Out: a `Result`; the run also writes its usual files. Read next:
+train.py (the loop), results.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import os
 import runpy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from nanogrpo.data.sources import Source
+from nanogrpo.distributed.world import join
 from nanogrpo.errors import UserError
+from nanogrpo.extras import eval as evaluation
+from nanogrpo.extras import memory
+from nanogrpo.extras.commandline import of_run
 from nanogrpo.extras.commands import script
 from nanogrpo.extras.options import Config
-from nanogrpo.logs.files import read_records
+from nanogrpo.extras.results import Result
+from nanogrpo.extras.trl_names import in_python
 from nanogrpo.run import setup
+
+Functions = str | Callable | Sequence[str | Callable]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,36 +54,112 @@ class Given(setup.Given):
     tools: Sequence[Callable] = ()
     environment_factory: Callable | None = None
     rollout: Callable | None = None
+    on_step: Callable | None = None
 
 
 def train(
-    cfg: Config,
+    cfg: Any = None,
     *,
-    reward_funcs: str | Callable | Sequence[str | Callable] = (),
+    reward_funcs: Functions = (),
     train_dataset: Source | None = None,
     eval_dataset: Source | None = None,
     tools: Callable | Sequence[Callable] = (),
     environment_factory: Callable | None = None,
     rollout: Callable | None = None,
-) -> list[dict]:
-    """Train, and return the records of the log: one dict per step or evaluation.
+    on_step: Callable | None = None,
+    **options: Any,
+) -> Result:
+    """Train, and return the records of the steps.
 
+    cfg: a Config, or the model as in TRL's GRPOTrainer. options: further options, or TRL's
+    arguments, such as args=GRPOConfig(…) and peft_config=LoraConfig(…) (see Config.from_trl).
     train_dataset and eval_dataset replace the options data and eval_data. Every other argument
     replaces the option of the same name. A data set is a list of dicts, a `datasets.Dataset` or a
     `DatasetDict`. An environment_factory is a class (docs/tools.md). The functions run in this
-    process, so --reward-timeout has no effect. With torchrun, every rank must call this function.
-    Raises UserError for a mistake in the options, the data or the functions. An interrupt (the
-    notebook's stop button) saves a checkpoint after the step and ends the run.
+    process, so reward_timeout has no effect. With torchrun, every rank must call this function.
+
+    on_step: a function that is called with the record of each step, on the main rank. The record
+    also has the metrics of the last evaluation (`eval/…`). If the function returns a true value,
+    the run saves a checkpoint and ends. An interrupt (the notebook's stop button) does the same.
+
+    Raises UserError for a mistake in the options, the data or the functions.
     """
-    if not isinstance(cfg, Config):
-        raise UserError(f"the options are a {type(cfg).__name__}: give a nanogrpo.Config.")
-    functions, tools = _listed(reward_funcs), _listed(tools)
-    given = Given(functions, train_dataset, eval_dataset, tools, environment_factory, rollout)
-    cfg = _named(cfg, given)
+    with _from_python():
+        functions, tools = _listed(reward_funcs), _listed(tools)
+        more = environment_factory, rollout, on_step
+        given = Given(functions, train_dataset, eval_dataset, tools, *more)
+        if not isinstance(cfg, Config):
+            cfg, options = Config.from_trl(**{"model": cfg, **options}), {}
+        cfg, names = dataclasses.replace(cfg, **options), _names(given)
+        for option in names:
+            if getattr(cfg, option) != getattr(Config, option):
+                raise UserError(
+                    f"{option} is set in Config and also passed to train: set it in one place only."
+                )
+        return Result(_start()(dataclasses.replace(cfg, **names), given))
+
+
+def evaluate(
+    model: Any, data: Source | None = None, *, reward_funcs: Functions = (), **options: Any
+) -> tuple[dict[str, float], list[dict]]:
+    """Return the metrics of a model on held-out data (`eval/…`), and its completions with their
+    rewards.
+
+    model: the result of `train` (its last checkpoint), a folder or a hub id. data: as in `train`.
+    options: those of `nanogrpo eval`. For a checkpoint of a run, options that are not given are
+    those of the run. With torchrun, every rank must call this function. Raises UserError.
+    """
+    model = model.checkpoint if isinstance(model, Result) else model
+    with _from_python():
+        given = Given(_listed(reward_funcs), data)
+        run = of_run(str(model), evaluation.TAKEN)
+        cfg = Config.from_trl(**{**run, "model": model, **_names(given), **options})
+        cfg.validate()
+        with join(cfg) as world, memory.explained(cfg, evaluation.LOWER):
+            return evaluation.evaluate(cfg, world, given)
+
+
+def generate(
+    model: Any,
+    prompts: str | Sequence[str | list[dict]],
+    *,
+    temperature: float = 0.0,
+    **options: Any,
+) -> Any:
+    """Return the model's completion of each prompt.
+
+    model, options: as in `evaluate`. prompts: texts, or lists of messages. As in `nanogrpo chat`, a
+    text becomes a user message if the model has a chat template. The result is a list of texts, or
+    one text if `prompts` is a text. temperature: 0 is always the most likely token.
+    """
+    asked = [prompts] if isinstance(prompts, str) else prompts
+    _, completions = evaluate(
+        model,
+        [{"question" if isinstance(p, str) else "prompt": p} for p in asked],
+        reward_funcs=lambda completions, **_: [None] * len(completions),
+        eval_temperature=temperature,
+        # not those of the run
+        eval_samples=0,
+        num_generations_eval=1,
+        reward_weights=(),
+        prompt_column="",
+        answer_column="",
+        **options,
+    )
+    texts = [completion["completion"] for completion in completions]
+    return texts[0] if isinstance(prompts, str) else texts
+
+
+@contextlib.contextmanager
+def _from_python() -> Iterator[None]:
+    """Show what a run logs, and spell the options in errors as in Python."""
     if os.environ.get("RANK", "0") == "0":
         logging.basicConfig(level=logging.INFO, format="%(message)s")
-    records = read_records(_start()(cfg, given) / "metrics.jsonl")
-    return [record for record in records if "run" not in record]
+    try:
+        yield
+    except UserError as e:
+        e.args = (in_python(str(e)),)
+        raise
 
 
 def _listed(given: Any) -> list:
@@ -80,8 +168,8 @@ def _listed(given: Any) -> list:
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
-def _named(cfg: Config, given: Given) -> Config:
-    """Return the options with each object's name filled in, for the checks and the log."""
+def _names(given: Given) -> dict[str, Any]:
+    """Return the name of each object as an option, for the checks and the log."""
     names: dict[str, Any] = {
         "reward_funcs": tuple(
             f if isinstance(f, str) else f"{_name(f)} from Python" for f in given.reward_funcs
@@ -93,13 +181,7 @@ def _named(cfg: Config, given: Given) -> Config:
     for option, data in (("data", given.train_dataset), ("eval_data", given.eval_dataset)):
         if data is not None:
             names[option] = (data if isinstance(data, str) else "data from Python",)
-    names = {option: name for option, name in names.items() if name}
-    for option in names:
-        if getattr(cfg, option) != getattr(Config, option):
-            raise UserError(
-                f"{option} is set in Config and also passed to train: set it in one place only."
-            )
-    return dataclasses.replace(cfg, **names)
+    return {option: name for option, name in names.items() if name}
 
 
 def _name(function: Any) -> str:

@@ -94,6 +94,10 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
         from nanogrpo.extras.arithmetic.feature import Arithmetic
 
         yield Arithmetic()
+    if function := getattr(given, "on_step", None):
+        from nanogrpo.extras.results import OnStep
+
+        yield OnStep(function)
     if not all(map(is_of_core, (*named, given.train_dataset, given.eval_dataset))):
         from nanogrpo.extras.data.sources import Sources
 

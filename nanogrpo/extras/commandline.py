@@ -8,10 +8,11 @@ become).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,52 +60,41 @@ def parse(
     if program and words and not words[0].startswith("-"):
         words = ["--model", *words]
     program = program or cli.parser(Config)
-    if "--help-all" in words:
+    if {"-h", "--help", "--help-all"} & {*words}:
         program.print_help()
         raise SystemExit(0)
-    known = [*program._option_string_actions, *(f"--{dashed(name)}" for name in names)]
-    notes, given = trl_names.Notes(), {}
-    presets: list[str] = []  # --profile and other options that are no fields of Config
+    ours = {action.dest for action in program._actions}
+    known = [f"--{dashed(name)}" for name in (*ours, *names)]
+    notes, given = trl_names.Notes(), cli.Options()
+    presets: cli.Options = {}  # --profile and other options that are no fields of Config
     for first, *more in _chunks(words):
-        with notes:
+        with notes.mistake():
             option, equals, value = first.partition("=")
-            name = option.removeprefix("--").replace("-", "_")
             values = [value, *more] if equals else more
-            if option != name and name in names - trl_names.RENAMED.keys():
-                given[name] = _scalars(values)
-                continue
-            chunk = [first, *more]
-            if first.startswith("--"):
-                ours = trl_names.RENAMED.get(name, name)
-                chunk = _flag(ours, values) or [f"--{dashed(ours)}{equals}{value}", *more]
-            found, unknown = program.parse_known_args(chunk)
-            for word in unknown[:1]:
-                word = option if word == chunk[0] else word
-                raise UserError(trl_names.unknown(word.partition("=")[0], known))
-            for ours, value in vars(found).items():
-                if ours in FIELDS:
-                    given[name if name in trl_names.RENAMED else ours] = value
-                else:
-                    presets += chunk
+            name = option.removeprefix("--").replace("-", "_")
+            if name.startswith("no_") and rules_of(name[3:])[0] == "bool":
+                name, values = name[3:], [*values, "false"]
+            if not first.startswith("--") or name not in ours | names:
+                raise UserError(trl_names.unknown(option, known))
+            to = given if name in FIELDS.keys() | names else presets
+            to[name] = _typed(name, values)
     given = layer(given, notes)
-    if notes.mistakes:
-        raise UserError(*notes.mistakes)
+    notes.check()
 
     def read(path: Path) -> cli.Options:
         raw = _read_yaml(path) if path.suffix in (".yaml", ".yml") else read_json(path)
         out = layer(raw, notes)
-        if notes.mistakes:
-            raise UserError(f"{path}: {UserError(*notes.mistakes)}")
+        notes.check(f"{path}: ")
         return out
 
-    def translate(of_file: cli.Options) -> cli.Options:
-        given.update(cli.over(of_file, given))
+    def translate(options: cli.Options) -> cli.Options:
+        given.update(options)
         lower = of_run(str(given.get("model")), taken)
-        out = trl_names.translate(lower | given, notes)
+        out = trl_names.translate(lower | options, notes)
         notes.finish()
         return out
 
-    cfg = cli.parse(presets, Config, program, profiles=PROFILES, read=read, translate=translate)
+    cfg = cli.resolve(presets | given, Config, PROFILES, read, translate)
     if given.get("eval_strategy") == "steps" and not cfg.eval_steps:  # a profile may set eval_steps
         raise UserError("--eval-strategy steps needs --eval-steps: give a number of steps.")
     return cfg
@@ -122,14 +112,16 @@ def of_run(model: str, taken: str) -> cli.Options:
     found = {
         n: v
         for n, v in run.items()
-        if n in taken.split() and v not in (None, [], FIELDS[n].default)
+        if n in taken.split()
+        and v not in (None, [], FIELDS[n].default)
+        and "from Python" not in str(v)  # a function or data that no option can name
     }
     if found:
         print_line(f"options of the run {log.parent}: {json.dumps(found, ensure_ascii=False)}")
     return found
 
 
-def _chunks(words: Sequence[str]) -> list[list[str]]:
+def _chunks(words: list[str]) -> list[list[str]]:
     """Return the options of a command line, each with its values."""
     out: list[list[str]] = []
     for word in words:
@@ -140,21 +132,25 @@ def _chunks(words: Sequence[str]) -> list[list[str]]:
     return out
 
 
-def _flag(name: str, values: list[str]) -> list[str]:
-    """Return an option as argparse understands it if TRL writes it in another way: a flag with true
-    or false (--resume true), or a flag where we have words. Otherwise, return an empty list.
+def _typed(name: str, words: list[str]) -> Any:
+    """Return the value of an option. An option without a value is a flag."""
+    kind, _ = rules_of(trl_names.RENAMED.get(name, name))
+    values = [_parsed(kind, word) for word in words]
+    if kind.startswith("tuple") or (len(words) > 1 and name in trl_names.NAMES):
+        return values
+    for word in words[1:]:
+        raise UserError(trl_names.unknown(word))
+    return (values or [True])[0]
+
+
+def _parsed(kind: str, word: str) -> Any:
+    """Return a word as a value of this type, or the same word, which `layer` reports. An option of
+    TRL that is no option here has no type, so its value is read as YAML.
     """
-    kind, rules = rules_of(name)
-    word = " ".join(values).lower()
-    if kind == "bool" and word in ("true", "false"):
-        return [f"--{'no-' * (word == 'false')}{dashed(name)}"]
-    return [f"--{dashed(name)}=true"] if "true" in rules.get("words", ()) and not word else []
-
-
-def _scalars(words: list[str]) -> Any:
-    """Return the value of a TRL option, parsed as YAML (such as true, 8 or a string)."""
-    values = [yaml.safe_load(w) if re.fullmatch(r"[\w.+-]+", w) else w for w in words]
-    return True if not values else values[0] if len(values) == 1 else values
+    read: dict[str, Callable] = {"s": str, "i": int, "f": float, "d": json.loads}
+    with contextlib.suppress(ValueError, yaml.YAMLError):
+        return word and read.get(kind.removeprefix("tuple[")[:1], yaml.safe_load)(word)
+    return word
 
 
 def _read_yaml(path: Path) -> cli.Options:

@@ -35,7 +35,7 @@ from nanogrpo.extras.options import Config
 from nanogrpo.logs import metrics
 from nanogrpo.logs.files import replace, writing
 from nanogrpo.run import setup
-from nanogrpo.types import Prompt, Sample
+from nanogrpo.types import Prompt
 
 DESCRIPTION = """Sample completions of held-out prompts with a checkpoint, and score them. For a
 checkpoint of a run, options that are not given are those of the run.
@@ -51,19 +51,26 @@ OPTIONS = f"""{TAKEN}
     model overwrite_output_dir engine max_concurrent cache_tokens server vllm_python vllm_options
     vllm_gpus weight_transport server_timeout device ddp_timeout
 """
+LOWER = "a lower --max-concurrent or --cache-tokens"
 PROGRAM = cli.parser(Config, OPTIONS.split(), "nanogrpo eval MODEL [options]", DESCRIPTION)
 
 
 def held_out(cfg: Core, *parts: Any) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts of --data. In an evaluation, this function replaces `load_prompts`."""
-    tokenizer, context, features, *_ = parts
-    return load_held_out(cfg, tokenizer, context, cfg.data, features), []
+    tokenizer, context, features, given, _ = parts
+    data = cfg.data if given is None else [given]
+    return load_held_out(cfg, tokenizer, context, data, features), []
 
 
-def evaluate(cfg: Config, world: World) -> tuple[dict[str, float], list[Sample]]:
-    """Return the metrics over all ranks, and the samples of this rank. Every rank must call it."""
-    features = [feature for feature in attach(cfg) if not isinstance(feature, Memory)]
-    inputs = setup.load(cfg, world, features, read=held_out)
+def evaluate(
+    cfg: Config, world: World, given: setup.Given = setup.NOTHING
+) -> tuple[dict[str, float], list[dict]]:
+    """Return the metrics, and the completions with their rewards. Every rank must call it.
+
+    given: Python objects that replace --reward-funcs and --data.
+    """
+    features = [feature for feature in attach(cfg, given) if not isinstance(feature, Memory)]
+    inputs = setup.load(cfg, world, features, given, held_out)
     inputs.prompts, inputs.eval_prompts = [], inputs.prompts
     setup.settle(inputs)
     setup.load_weights(inputs.model, inputs)
@@ -78,17 +85,15 @@ def evaluate(cfg: Config, world: World) -> tuple[dict[str, float], list[Sample]]
         engine.load(inputs.model, version=0)
         samples = step.complete_held_out(run)
     row = metrics.of_evaluation(metrics.facts(samples, world), n)
-    logged = inputs.rewards.metrics(world.gather)
-    return {**row, **{f"eval/{name}": value for name, value in logged.items()}}, samples
-
-
-def write(cfg: Config, row: dict[str, float], samples: list[Sample], world: World) -> None:
-    """Write eval.json and eval.jsonl, and print the metrics. Every rank must call it."""
+    row |= {f"eval/{name}": value for name, value in inputs.rewards.metrics(world.gather).items()}
     records = world.concat([completions.record(0, sample) for sample in samples])
-    if not world.main:
-        return
     for record in records:
         del record["step"], record["advantage"]  # only for training
+    return row, records
+
+
+def write(cfg: Config, row: dict[str, float], records: list[dict]) -> None:
+    """Write eval.json and eval.jsonl, and print the metrics."""
     folder = Path(cfg.output_dir)
     completions.write(folder / "eval.jsonl", records)
     given = {name: getattr(cfg, name) for name in OPTIONS.split()}
@@ -121,7 +126,7 @@ def main(argv: list[str]) -> None:
     folder = cfg.output_dir if cfg.output_dir != Config.output_dir else "runs/eval"
     cfg = dataclasses.replace(cfg, output_dir=os.path.abspath(folder), eval_steps=1)
     cfg.validate()
-    lower = "a lower --max-concurrent or --cache-tokens"
-    with join(cfg) as world, memory.explained(cfg, lower):
+    with join(cfg) as world, memory.explained(cfg, LOWER):
         world.once(lambda: claim(cfg))
-        write(cfg, *evaluate(cfg, world), world)
+        found = evaluate(cfg, world)
+        world.once(lambda: write(cfg, *found))

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from nanogrpo.cli import Options
 from nanogrpo.config import Config as Core
 from nanogrpo.config import dashed, free_option, option
 from nanogrpo.errors import UserError
@@ -356,8 +357,8 @@ class Config(  # the last base class comes first in `--help-all`
     def __new__(cls, *_: Any, **given: Any) -> Config:
         """Raise a UserError, instead of Python's TypeError, for a name that is not an option."""
         known = cls.__dataclass_fields__
-        if mistakes := [trl_names.unknown(name, known) for name in given if name not in known]:
-            raise UserError(*mistakes)
+        for name in given.keys() - known.keys():
+            raise UserError(trl_names.unknown(name, known))
         return super().__new__(cls)
 
     @classmethod
@@ -382,18 +383,18 @@ FIELDS = {f.name: f for f in fields(Config)}
 CHOICES = {n: f.metadata["choices"] for n, f in FIELDS.items() if "choices" in f.metadata}
 
 
-def layer(given: Mapping[str, Any], notes: trl_names.Notes) -> dict[str, Any]:
+def layer(given: Options, notes: trl_names.Notes) -> Options:
     """Return options under nanogrpo's names. The options come from a command line, a file or
     Python. Other options of TRL keep their names, for `trl_names.translate`. `notes` collects
     mistakes in the names and in the types of values.
     """
-    out: dict[str, Any] = {}
+    out: Options = {}
     if isinstance(inner := given.get("model_init_kwargs"), Mapping):
         given = {**given, **inner, "model_init_kwargs": None}
     for theirs, value in given.items():
         if value is None and theirs in trl_names.NAMES | trl_names.REMOVED.keys():
             continue  # files for TRL may list every option
-        with notes:
+        with notes.mistake():
             name = trl_names.RENAMED.get(theirs, theirs)
             kind, rules = rules_of(name)
             ours: Any = rules.get("words", {}).get(str(value).lower(), value)

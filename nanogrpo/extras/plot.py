@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from nanogrpo.errors import UserError
 from nanogrpo.extras.view.data import curves
@@ -22,8 +24,8 @@ METRICS = """
 """
 
 
-def draw(runs: Sequence[Path], out: Path, wanted: Sequence[str]) -> None:
-    """Write the plot to `out`, in the format given by its suffix."""
+def figure(runs: Sequence[Path], wanted: Sequence[str]) -> Any:
+    """Return the plot as a matplotlib Figure. wanted: names or patterns; none: METRICS."""
     try:
         from matplotlib.figure import Figure
     except ImportError as e:
@@ -36,20 +38,25 @@ def draw(runs: Sequence[Path], out: Path, wanted: Sequence[str]) -> None:
     if not names:
         raise UserError(f"no metric matches {' '.join(patterns)}: the log has {known}.")
     lines = (len(names) + 2) // 3
-    figure = Figure(figsize=(15, 3 * lines), layout="tight")
+
+    class Shown(Figure):
+        def _repr_png_(self) -> bytes:
+            """Return what a notebook shows."""
+            file = io.BytesIO()
+            self.savefig(file, dpi=70)
+            return file.getvalue()
+
+    out = Shown(figsize=(15, 3 * lines), layout="tight")
     for i, name in enumerate(names, start=1):
-        axis = figure.add_subplot(lines, 3, i)
+        axis = out.add_subplot(lines, 3, i)
         for color, (label, log) in enumerate(data.items()):
             if curve := log.get(name):
                 axis.plot(curve["x"], curve["y"], f"C{color}", label=label, linewidth=0.8)
             if points := log.get(f"eval/{name.removesuffix('/mean')}"):
                 axis.plot(points["x"], points["y"], f"C{color}.--")
         axis.set(title=name, xlabel="finished steps")
-    figure.axes[0].legend()
-    try:
-        figure.savefig(out, dpi=110)
-    except (OSError, ValueError) as e:  # ValueError: an unknown suffix
-        raise UserError(f"--out {out} cannot be written: {e}; choose another file.") from e
+    out.axes[0].legend()
+    return out
 
 
 def main(argv: list[str]) -> None:
@@ -63,5 +70,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, help=text)
     args = parser.parse_args(argv)
     out = args.out or args.runs[0] / "curve.png"
-    draw(args.runs, out, args.metrics)
+    plot = figure(args.runs, args.metrics)
+    try:
+        plot.savefig(out, dpi=110)
+    except (OSError, ValueError) as e:  # ValueError: an unknown suffix
+        raise UserError(f"--out {out} cannot be written: {e}; choose another file.") from e
     print(out)

@@ -6,24 +6,45 @@ values. Read next: rewards/builtin.py (the common ones).
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from nanogrpo.config import Config
+from nanogrpo.data.prompts import RESERVED
 from nanogrpo.errors import UserError
 from nanogrpo.feature import Feature
 from nanogrpo.rewards import plugin
 from nanogrpo.rewards.builtin import NEED_ANSWERS, accuracy_reward, text_of
+from nanogrpo.types import Prompt
 
 
 class Rewards(Feature):
     def __init__(self, cfg: Config):
         self.limit = cfg.max_completion_length
 
-    def reward(self, name: str, device: torch.device) -> Callable | None:
+    @contextlib.contextmanager
+    def running(self, run: Any) -> Iterator[None]:
+        """Add advice to the error of a reward function."""
+        try:
+            yield
+        except UserError as e:
+            advice = advice_on(str(e), run.prompts[0])
+            e.args = (str(e).replace("fix the function", advice),)
+            raise
+
+    def reward(self, name: str, device: torch.device) -> Callable | str | None:
         base, arguments = plugin.split_arguments(name)
+        module, _, _ = base.rpartition(".")
+        file = Path(module.replace(".", "/") + ".py")
+        if ":" not in base and file.is_file():  # package.module.function, as in TRL
+            return f"{file}:{name[len(module) + 1 :]}"
         if base not in BY_NAME:
             return None
         function = BY_NAME[base]
@@ -35,6 +56,22 @@ class Rewards(Feature):
         if limit:
             arguments = {limit: self.limit, **arguments}
         return plugin.bind(function, arguments, name)
+
+
+def advice_on(error: str, prompt: Prompt) -> str:
+    """Return what to do about the error of a reward function that is called for this prompt."""
+    if missing := re.search(r"missing \d+ required .*?: '(\w+)'", error):
+        near = difflib.get_close_matches(missing[1], [*RESERVED, *prompt.columns], n=1)
+        meant = f"did you mean {near[0]}? The" if near else "the"
+        return f"{meant} data have the columns {', '.join(prompt.columns)}"
+    if not isinstance(prompt.text, str) and re.search(
+        r"raised (Type|Attribute)Error: .*list", error
+    ):
+        return (
+            "completions are messages here, because the prompts are messages: the text of a"
+            " completion is completion[-1]['content']"
+        )
+    return "fix the function"
 
 
 # --- reasoning ---

@@ -15,13 +15,15 @@ the tables for docs/trl.md. Read next: commandline.py and trl_objects.py, which 
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from nanogrpo import cli
+from nanogrpo.cli import Options
 from nanogrpo.config import dashed
 from nanogrpo.errors import UserError
 
@@ -308,7 +310,7 @@ SYNONYMS = table(
     use_liger_loss use_liger
         leave it out, because a GPU uses our fused kernels, unless `--kernels` is torch
     early_stopping early_stopping_patience callbacks
-        stop the run with Ctrl-C, or change the loop in train.py;
+        pass a function as `on_step` to nanogrpo.train, or stop the run with Ctrl-C;
         `--load-best-model-at-end` keeps the best checkpoint
     reward_fn reward_func reward_function reward_functions
         use `--reward-funcs`
@@ -380,33 +382,34 @@ OF_VLLM = ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
 
 
 class Notes:
-    """What reading the options has found: mistakes, and what became of TRL's options.
-
-    `with notes: …` collects a UserError, so that all mistakes can be raised together.
-    """
+    """What reading the options has found: mistakes, and what became of TRL's options."""
 
     def __init__(self) -> None:
         self.mistakes: list[str] = []
         self.rows: list[tuple[str, str]] = []
 
-    def __enter__(self) -> None: ...
+    @contextlib.contextmanager
+    def mistake(self) -> Iterator[None]:
+        """Note a UserError, so that all mistakes can be raised together."""
+        try:
+            yield
+        except UserError as e:
+            self.mistakes += e.args
 
-    def __exit__(self, kind: object, error: object, trace: object) -> bool:
-        if isinstance(error, UserError):
-            self.mistakes += error.args
-        return isinstance(error, UserError)
+    def check(self, where: str = "") -> None:
+        """Raise all mistakes together, if there are any."""
+        if self.mistakes:
+            raise UserError(f"{where}{UserError(*self.mistakes)}")
 
     def finish(self, respell: Callable[[str], str] = str) -> None:
         """Raise the mistakes, if there are any, and otherwise log the table."""
-        if self.mistakes:
-            raise UserError(*self.mistakes)
-        width = min(max((len(theirs) for theirs, _ in self.rows), default=0), 40)
-        lines = [f"  {theirs:{width}}  {ours}" for theirs, ours in self.rows]
+        self.check()
+        lines = [f"\n  {respell(theirs):32}  {respell(ours)}" for theirs, ours in self.rows]
         if lines:
-            logger.info("%s", respell("\n".join(["TRL's options became:", *lines])))
+            logger.info("TRL's options became:%s", "".join(lines))
 
 
-def unknown(name: str, known: Collection[str]) -> str:
+def unknown(name: str, known: Collection[str] = ("--help",)) -> str:
     """Return the message about a name that is not an option. `known` are the options as they are
     spelled there: on a command line, or in a file or Python.
     """
@@ -415,7 +418,9 @@ def unknown(name: str, known: Collection[str]) -> str:
         if answer := rows(table).get(plain):
             sentence = text.format(name, answer)
             return sentence if "--help" in known else in_python(sentence)
-    return cli.unknown_option(name, known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    advice = f"use {near[0]}, or see --help" if near else "see --help for the options"
+    return f"{name} is not an option: {advice}."
 
 
 MESSAGES = (
@@ -424,7 +429,8 @@ MESSAGES = (
     ({k: f"use --{dashed(v)}" for k, v in RENAMED.items()}, "{} is an option of TRL: {}."),
     (TRANSLATED, "{} is an option of TRL, which Config.from_trl translates: {}."),
     (INSTEAD, "{} is an option of TRL: {}."),
-    (IGNORED | UNSUPPORTED, "{} is an option of TRL: leave it out, because {}."),
+    (IGNORED, "{} is an option of TRL: leave it out, because {}."),
+    (UNSUPPORTED, "{} is an option of TRL: it is not supported here, because {}."),
 )
 
 
@@ -438,14 +444,11 @@ def in_python(text: str) -> str:
 
 def refuse(name: str, value: Any) -> None:
     """Raise UserError if an option of TRL is refused with this value."""
-    instead, unsupported = rows(INSTEAD), rows(UNSUPPORTED)
-    if name in instead | unsupported and value not in (False, None, NEUTRAL.get(name)):
-        reason = unsupported.get(name)
-        advice = f"it is not supported here, because {reason}" if reason else instead[name]
-        raise UserError(f"--{dashed(name)} is an option of TRL: {advice}.")
+    if name in rows(INSTEAD | UNSUPPORTED) and value not in (False, None, NEUTRAL.get(name)):
+        raise UserError(unknown(f"--{dashed(name)}"))
 
 
-def translate(options: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+def translate(options: Options, notes: Notes) -> Options:
     """Return the options with TRL's replaced by ours, and note what became of each one."""
     out = {name: value for name, value in options.items() if name not in NAMES}
     given = {name: value for name, value in options.items() if name in NAMES}
@@ -454,15 +457,15 @@ def translate(options: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
         (f"--{dashed(n)}", f"ignored, because {ignored[n]}") for n in given if n in ignored
     ]
     for work in (_values, _server, _batch, _ours):
-        with notes:
+        with notes.mistake():
             work(given, out, notes)
     return out
 
 
-def _values(given: Mapping[str, Any], out: dict[str, Any], notes: Notes) -> None:
+def _values(given: Options, out: Options, notes: Notes) -> None:
     """Translate the options whose meaning depends only on their own value."""
     mode = "vllm_importance_sampling_mode"
-    meanings: dict[str, dict[str, dict[str, Any]]] = {
+    meanings: dict[str, dict[str, dict]] = {
         "use_vllm": {"true": {"engine": "vllm"}, "false": {"engine": "local"}},
         "vllm_mode": {"colocate": {}, "server": {}},
         "vllm_importance_sampling_correction": {
@@ -477,7 +480,7 @@ def _values(given: Mapping[str, Any], out: dict[str, Any], notes: Notes) -> None
         "save_strategy": {"no": {"save_steps": 0}, "false": {"save_steps": 0}, "steps": {}},
         "greater_is_better": {"true": {}, "none": {}},
     }
-    for name in [name for name in meanings if name in given]:
+    for name in filter(meanings.get, given):
         value = str(given[name]).lower()
         if value not in meanings[name]:
             raise UserError(
@@ -486,7 +489,7 @@ def _values(given: Mapping[str, Any], out: dict[str, Any], notes: Notes) -> None
         _take({name: given[name]}, out, notes, **meanings[name][value])
 
 
-def _server(given: Mapping[str, Any], out: dict[str, Any], notes: Notes) -> None:
+def _server(given: Options, out: Options, notes: Notes) -> None:
     """Translate the options that say where vLLM runs, and with how much memory."""
     theirs = {name: given[name] for name in SERVER if name in given}
     settings = {name: given[name] for name in OF_VLLM if name in given}
@@ -505,7 +508,7 @@ def _server(given: Mapping[str, Any], out: dict[str, Any], notes: Notes) -> None
         _take(settings, out, notes, vllm_options=options)
 
 
-def _batch(given: Mapping[str, Any], out: dict[str, Any], notes: Notes) -> None:
+def _batch(given: Options, out: Options, notes: Notes) -> None:
     """Translate the batch per device. As in TRL, a generation contains per_device x processes x
     steps_per_generation completions, where TRL's steps_per_generation counts micro-batches. An
     optimizer step has gradient_accumulation_steps micro-batches.
@@ -541,7 +544,7 @@ def _batch(given: Mapping[str, Any], out: dict[str, Any], notes: Notes) -> None:
     _take(theirs, out, notes, **ours)
 
 
-def _ours(given: Mapping[str, Any], out: dict[str, Any], notes: Notes) -> None:
+def _ours(given: Options, out: Options, notes: Notes) -> None:
     """Translate values that only TRL allows, for options that both TRL and we have."""
     settings = out.get("chat_template_kwargs")
     if isinstance(settings, dict) and "enable_thinking" in settings:
@@ -555,7 +558,7 @@ def _ours(given: Mapping[str, Any], out: dict[str, Any], notes: Notes) -> None:
         del out["lora_target_modules"]  # all of them
 
 
-def _take(theirs: Mapping[str, Any], out: dict[str, Any], notes: Notes, **ours: Any) -> None:
+def _take(theirs: Options, out: Options, notes: Notes, **ours: Any) -> None:
     """Add the options that replace TRL's to `out`, and note the replacement."""
     for name, value in ours.items():
         if out.get(name, value) != value:
@@ -568,7 +571,7 @@ def _take(theirs: Mapping[str, Any], out: dict[str, Any], notes: Notes, **ours: 
         notes.rows.append((spelled(theirs), spelled(ours)))
 
 
-def spelled(options: Mapping[str, Any]) -> str:
+def spelled(options: Options) -> str:
     """Return options as the command line spells them."""
     words = []
     for name, value in options.items():

@@ -7,6 +7,7 @@ wrapper around the engine (turns.py), the tools in the chat template, the reward
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any, cast
@@ -45,6 +46,12 @@ class Tools(Feature):
         self.functions = functions or [plugin.load(name, "--tools") for name in cfg.tools]
         if cfg.rollout and not rollout:
             self.rollout = plugin.load(cfg.rollout, "--rollout")
+        if self.rollout and "prompts" in inspect.signature(self.rollout).parameters:
+            raise UserError(
+                f"--rollout: {cfg.rollout} has the signature of TRL's rollout_func: write a"
+                " function (samples, turns) that calls turns.generate and turns.observe"
+                " (docs/fork.md)."
+            )
         if cfg.environment_factory and not factory:
             factory = plugin.load(cfg.environment_factory, "--environment-factory")
         if not self.rollout and cfg.tool_timeout and current_thread() is not main_thread():
