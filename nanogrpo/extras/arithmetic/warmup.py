@@ -93,12 +93,17 @@ def make_base(folder: Path, seed: int = 0, steps: int = 600) -> None:
     if mark.is_file() and mark.read_text() == made:
         return
     torch.manual_seed(seed)
-    with checkpoint.atomic_folder(folder) as aside:
-        tokenizer = write_tokenizer(aside)
-        model = new_model(tokenizer)
-        teach(model, tokenizer, seed, steps)
-        checkpoint.export(model, aside, tokenizer)
-        (aside / MARK).write_text(made)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more threads only wait for each other in a model this small
+    try:
+        with checkpoint.atomic_folder(folder) as aside:
+            tokenizer = write_tokenizer(aside)
+            model = new_model(tokenizer)
+            teach(model, tokenizer, seed, steps)
+            checkpoint.export(model, aside, tokenizer)
+            (aside / MARK).write_text(made)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def new_model(tokenizer: Tokenizer) -> Decoder:
