@@ -2,19 +2,25 @@
 
 import inspect
 import math
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import nanogrpo
 import train
 from nanogrpo import Config
 from nanogrpo import step as experience
 from nanogrpo.engine.base import Engine
 from nanogrpo.engine.local import LocalEngine
 from nanogrpo.extras import objectives
+from nanogrpo.extras.commandline import parse
 from nanogrpo.extras.options import FIELDS
+from nanogrpo.extras.recipe import main
 from nanogrpo.extras.tools.turns import TurnsEngine
 from nanogrpo.feature import Feature
 from nanogrpo.grpo import advantages
@@ -22,7 +28,7 @@ from nanogrpo.grpo import loss as grpo
 from nanogrpo.rewards import plugin
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm.client import VLLMEngine
-from tests.conftest import packed, tiny_model
+from tests.conftest import arguments, one_sentence, packed, steps, tiny_model
 
 CALCULATOR = Path(train.__file__).parent / "examples" / "calculator.py"
 TEXT = (Path(train.__file__).parent / "docs" / "fork.md").read_text()
@@ -34,6 +40,33 @@ def example(heading: str) -> dict:
     names: dict = {}
     exec(block[1], names)
     return names
+
+
+def test_a_recipe_runs_from_any_folder_and_its_options_are_like_others(
+    tiny_base, files, tmp_path, capsys, monkeypatch
+):
+    block = re.search(r"## The seam\n.*?```python\n(.*?)```", TEXT, re.DOTALL)
+    (tmp_path / "median.py").write_text(block[1])
+    argv = arguments(tiny_base, files, tmp_path / "run", "--max-steps", "2", "--beta", "0.1")
+    command = [sys.executable, "median.py", *argv, "--median-baseline"]
+    env = {**os.environ, "PYTHONPATH": str(Path(train.__file__).parent)}
+    subprocess.run(command, cwd=tmp_path, env=env, check=True)
+    assert all("median/good" in row for row in steps(tmp_path / "run"))
+    median = plugin.load(f"{tmp_path / 'median.py'}:features", "").__globals__
+    options = median["MedianOptions"]
+    for words, words_of_the_error in (
+        (["--resume"], "was written with median_baseline = True"),
+        (["--median_baselin"], "use --median-baseline"),
+        (["--median-baseline", "maybe"], "must be true or false"),
+    ):
+        assert main(options, median["features"], [*argv, *words]) == 2
+        assert words_of_the_error in one_sentence(capsys)
+    assert main(options, median["features"], ["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "--median-baseline" in text
+    assert "--learning-rate" not in text
+    cfg = parse([*argv, "--overwrite-output-dir", "--median-baseline"], kind=options)
+    assert "median/good" in nanogrpo.train(cfg, features=median["features"])[0]
 
 
 @pytest.fixture

@@ -29,7 +29,6 @@ import logging
 import os
 import runpy
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from nanogrpo.data.sources import Source
@@ -42,6 +41,7 @@ from nanogrpo.extras.commands import script
 from nanogrpo.extras.options import Config
 from nanogrpo.extras.results import Result
 from nanogrpo.extras.trl_names import in_python
+from nanogrpo.feature import Feature
 from nanogrpo.run import setup
 
 Functions = str | Callable | Sequence[str | Callable]
@@ -55,6 +55,7 @@ class Given(setup.Given):
     environment_factory: Callable | None = None
     rollout: Callable | None = None
     on_step: Callable | None = None
+    features: Callable[[Any], Sequence[Feature]] = lambda cfg: ()
 
 
 def train(
@@ -67,6 +68,7 @@ def train(
     environment_factory: Callable | None = None,
     rollout: Callable | None = None,
     on_step: Callable | None = None,
+    features: Callable[[Any], Sequence[Feature]] = lambda cfg: (),
     **options: Any,
 ) -> Result:
     """Train, and return the records of the steps.
@@ -82,11 +84,13 @@ def train(
     also has the metrics of the last evaluation (`eval/…`). If the function returns a true value,
     the run saves a checkpoint and ends. An interrupt (the notebook's stop button) does the same.
 
+    features: a function of the options that returns further parts of the run (docs/fork.md).
+
     Raises UserError for a mistake in the options, the data or the functions.
     """
     with _from_python():
         functions, tools = _listed(reward_funcs), _listed(tools)
-        more = environment_factory, rollout, on_step
+        more = environment_factory, rollout, on_step, features
         given = Given(functions, train_dataset, eval_dataset, tools, *more)
         if not isinstance(cfg, Config):
             cfg, options = Config.from_trl(**{"model": cfg, **options}), {}
@@ -96,7 +100,7 @@ def train(
                 raise UserError(
                     f"{option} is set in Config and also passed to train: set it in one place only."
                 )
-        return Result(_start()(dataclasses.replace(cfg, **names), given))
+        return Result(loop()["start"](dataclasses.replace(cfg, **names), given))
 
 
 def evaluate(
@@ -191,6 +195,6 @@ def _name(function: Any) -> str:
 
 
 @functools.cache
-def _start() -> Callable[..., Path]:
-    """Return `start` of train.py, which an import statement would not find in a wheel."""
-    return runpy.run_path(str(script("train.py")))["start"]
+def loop() -> dict[str, Callable]:
+    """Return the functions of train.py, which an import statement would not find in a wheel."""
+    return runpy.run_path(str(script("train.py")))

@@ -64,9 +64,10 @@ def parse(argv: Sequence[str] | None = None) -> Config:
 def attach(cfg: Config, given: Given = NOTHING) -> list[Feature]:
     """Return the features of a run, in the order in which they attach.
 
-    given: Python objects that are used in place of names in the options (extras/api.py).
+    given: Python objects that are used in place of names in the options, and further features
+    (extras/api.py).
     """
-    features = [*wanted(cfg, given)]
+    features = [*wanted(cfg, given), *getattr(given, "features", lambda cfg: ())(cfg)]
     if features:
         from nanogrpo.extras.summary import Closing
 

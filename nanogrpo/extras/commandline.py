@@ -47,19 +47,21 @@ def parse(
     argv: Sequence[str] | None = None,
     program: argparse.ArgumentParser | None = None,
     taken: str = "",
+    kind: type[Config] = Config,
 ) -> Config:
     """Return the options of a command line. The Config is not yet validated (see cli.parse).
 
     program: the parser of a program other than train.py. The first argument of such a program is
     the model.
     taken: the options that are taken from the run of the model, unless the command line has them.
+    kind: the class of the options (extras/recipe.py).
     Raises UserError for all mistakes of the command line, or all mistakes of the file, at once.
     """
     words = [*(sys.argv[1:] if argv is None else argv)]
     names = set() if program else trl_names.NAMES
     if program and words and not words[0].startswith("-"):
         words = ["--model", *words]
-    program = program or cli.parser(Config)
+    program = program or cli.parser(kind)
     if {"-h", "--help", "--help-all"} & {*words}:
         program.print_help()
         raise SystemExit(0)
@@ -72,18 +74,18 @@ def parse(
             option, equals, value = first.partition("=")
             values = [value, *more] if equals else more
             name = option.removeprefix("--").replace("-", "_")
-            if name.startswith("no_") and rules_of(name[3:])[0] == "bool":
+            if name.startswith("no_") and rules_of(name[3:], kind)[0] == "bool":
                 name, values = name[3:], [*values, "false"]
             if not first.startswith("--") or name not in ours | names:
                 raise UserError(trl_names.unknown(option, known))
-            to = given if name in FIELDS.keys() | names else presets
-            to[name] = _typed(name, values)
-    given = layer(given, notes)
+            to = given if name in kind.__dataclass_fields__.keys() | names else presets
+            to[name] = _typed(name, values, kind)
+    given = layer(given, notes, kind)
     notes.check()
 
     def read(path: Path) -> cli.Options:
         raw = _read_yaml(path) if path.suffix in (".yaml", ".yml") else read_json(path)
-        out = layer(raw, notes)
+        out = layer(raw, notes, kind)
         notes.check(f"{path}: ")
         return out
 
@@ -94,7 +96,7 @@ def parse(
         notes.finish()
         return out
 
-    cfg = cli.resolve(presets | given, Config, PROFILES, read, translate)
+    cfg = cli.resolve(presets | given, kind, PROFILES, read, translate)
     if given.get("eval_strategy") == "steps" and not cfg.eval_steps:  # a profile may set eval_steps
         raise UserError("--eval-strategy steps needs --eval-steps: give a number of steps.")
     return cfg
@@ -132,9 +134,9 @@ def _chunks(words: list[str]) -> list[list[str]]:
     return out
 
 
-def _typed(name: str, words: list[str]) -> Any:
+def _typed(name: str, words: list[str], options: type[Config]) -> Any:
     """Return the value of an option. An option without a value is a flag."""
-    kind, _ = rules_of(trl_names.RENAMED.get(name, name))
+    kind, _ = rules_of(trl_names.RENAMED.get(name, name), options)
     values = [_parsed(kind, word) for word in words]
     if kind.startswith("tuple") or (len(words) > 1 and name in trl_names.NAMES):
         return values

@@ -373,7 +373,7 @@ class Config(  # the last base class comes first in `--help-all`
         >>> Config.from_trl(GRPOConfig(output_dir="a", beta=0.1), model="Qwen/Qwen3-0.6B", lora_r=8)
         """
         notes = trl_names.Notes()
-        options = layer(trl_objects.options_of(args, **given), notes)
+        options = layer(trl_objects.options_of(args, **given), notes, cls)
         options = trl_names.translate(options, notes)
         notes.finish(trl_names.in_python)
         return cls(**{name: value for name, value in options.items() if value is not None})
@@ -383,7 +383,7 @@ FIELDS = {f.name: f for f in fields(Config)}
 CHOICES = {n: f.metadata["choices"] for n, f in FIELDS.items() if "choices" in f.metadata}
 
 
-def layer(given: Options, notes: trl_names.Notes) -> Options:
+def layer(given: Options, notes: trl_names.Notes, kind: type[Config] = Config) -> Options:
     """Return options under nanogrpo's names. The options come from a command line, a file or
     Python. Other options of TRL keep their names, for `trl_names.translate`. `notes` collects
     mistakes in the names and in the types of values.
@@ -396,10 +396,10 @@ def layer(given: Options, notes: trl_names.Notes) -> Options:
             continue  # files for TRL may list every option
         with notes.mistake():
             name = trl_names.RENAMED.get(theirs, theirs)
-            kind, rules = rules_of(name)
+            type_, rules = rules_of(name, kind)
             ours: Any = rules.get("words", {}).get(str(value).lower(), value)
             # where TRL's option takes one string, ours may take several
-            several = kind.startswith("tuple") and (name != theirs or "choices" in rules)
+            several = type_.startswith("tuple") and (name != theirs or "choices" in rules)
             ours = [ours] if several and isinstance(ours, str) else ours
             row = trl_names.spelled({theirs: value}), trl_names.spelled({name: ours})
             notes.rows += [row] * (row[0] != row[1])
@@ -410,11 +410,12 @@ def layer(given: Options, notes: trl_names.Notes) -> Options:
             if name in trl_names.NAMES:
                 trl_names.refuse(name, ours)
             elif ours is not None:  # None stands for the default
-                Config(**{name: ours})
+                kind(**{name: ours})
             out[name] = ours
     return out
 
 
-def rules_of(name: str) -> tuple[str, Mapping[str, Any]]:
+def rules_of(name: str, kind: type[Config] = Config) -> tuple[str, Mapping[str, Any]]:
     """Return the type of an option and its rules. Both are empty if there is no such option."""
-    return (str(FIELDS[name].type), FIELDS[name].metadata) if name in FIELDS else ("", {})
+    field = kind.__dataclass_fields__.get(name)
+    return (str(field.type), field.metadata) if field else ("", {})

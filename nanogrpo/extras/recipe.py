@@ -1,0 +1,52 @@
+"""Run a recipe: one file with its own options and features, and all options of train.py.
+
+    @dataclass(frozen=True)
+    class Options(Config):                               # nanogrpo.Config, so all options
+        strength: float = option(1.0, "factor of …", ">= 0")
+
+    def features(cfg):                                   # cfg is a valid Options
+        return [MyFeature(cfg.strength)]
+
+    if __name__ == "__main__":
+        sys.exit(main(Options, features))
+
+In: the options and features of the recipe, and argv. Out: the exit status. The file runs in place
+of train.py, from any folder: `python recipe.py --model M …`, also with torchrun. Its options are
+part of `--config`, `--help-all` and the check of `--resume`. `--help` shows only the own options.
+The options need `from __future__ import annotations`, as in every recipe of examples/recipes/. Read
+next: attach.py, docs/recipes.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nanogrpo import cli
+from nanogrpo.extras.api import Given, loop
+from nanogrpo.extras.commandline import parse
+from nanogrpo.extras.options import FIELDS, Config
+from nanogrpo.feature import Feature
+
+
+def main(
+    options: type[Config],
+    features: Callable[[Any], Sequence[Feature]],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Train with the features of a recipe, and return the exit status.
+
+    options: a frozen dataclass that extends `Config` with options of the recipe.
+    features: a function of the options. Its features attach after those of the other options.
+    """
+    words = [*(sys.argv[1:] if argv is None else argv)]
+    if {"-h", "--help"} & {*words}:
+        own = options.__dataclass_fields__.keys() - FIELDS.keys()
+        text = inspect.getdoc(inspect.getmodule(options)) or ""
+        more = "All options of train.py: --help-all."
+        cli.parser(options, own, "%(prog)s [options]", text, more).print_help()
+        return 0
+    return loop()["main"](words, functools.partial(parse, kind=options), Given(features=features))
