@@ -124,7 +124,7 @@ def training(c: ModelConfig, samples: list[Sample], layer: cost.Layer) -> dict[s
 
     queries, bounds = batch.cu_seqlens, (batch.kv_rows, batch.kv_cu_seqlens, batch.kv_max_len)
     attend = StripAttention(queries, batch.max_len, *bounds)
-    n, m = (x.diff().double() for x in (queries, attend.bounds[2]))  # queries and keys
+    n, m = (x.diff().double() for x in (queries, attend.bounds.cu_k))  # queries and keys
     pairs = (n * (m - n) + n * (n + 1) / 2).sum().item()
     heads = [rand(T, n, E) for n in (c.num_attention_heads, *2 * [c.num_key_value_heads])]
     seconds_of_attention = backward(lambda *qkv: attend(0, *qkv), *heads)

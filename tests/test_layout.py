@@ -79,14 +79,14 @@ PATH = """
     nanogrpo/grpo/advantages.py nanogrpo/grpo/loss.py nanogrpo/grpo/schedule.py
     nanogrpo/grpo/packing.py
     nanogrpo/model/head.py nanogrpo/model/decoder.py nanogrpo/model/attention.py
-    nanogrpo/model/sdpa.py nanogrpo/model/dispatch.py nanogrpo/model/rope.py
+    nanogrpo/model/dispatch.py nanogrpo/model/rope.py
     nanogrpo/model/hf_config.py
     nanogrpo/engine/base.py nanogrpo/engine/local.py nanogrpo/engine/scheduler.py
     nanogrpo/engine/runner.py nanogrpo/engine/cache.py nanogrpo/engine/sampler.py
     kernels/head.py kernels/linear.py
     kernels/reference/policy.py kernels/reference/log_softmax.py kernels/reference/fused_rows.py
     kernels/reference/norm.py kernels/reference/rope.py kernels/reference/swiglu.py
-    kernels/reference/gather.py kernels/reference/sample.py
+    kernels/reference/gather.py kernels/reference/sample.py kernels/reference/attention.py
 """
 # Other interpreters and processes start these files, so they import little else of the project.
 ALONE = {

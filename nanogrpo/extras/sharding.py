@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # operation names. Some versions of torch do not have all of these operations.
 KEPT = """
     aten.mm. aten.addmm. mkldnn._linear_pointwise
-    _scaled_dot_product_ varlen_attn flash_attn
+    _scaled_dot_product_ varlen_attn _flash_attention_forward flash_attn
 """
 
 

@@ -1,19 +1,30 @@
 """Compute causal attention over packed sequences with fused kernels, on a GPU in half precision.
 
-In: queries, keys and values, and the bounds of the sequences, as for `sdpa` in sdpa.py. Out:
-`[Tq, H, E]`. The backend is flash-attn 4 if it is installed and supports the GPU, or else torch's
-varlen attention, which is FlashAttention 2. Read before: attention.py.
+In: queries, keys and values, and the sequences, as for kernels/reference/attention.py. Out: `[T, H,
+E]`. The backend is torch's varlen attention, which is FlashAttention 2. The environment variable
+NANOGRPO_ATTENTION selects another backend of `BACKENDS`. Read before: attention.py.
 """
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanogrpo.model.sdpa import Backend, Bounds, sdpa
+from nanogrpo.errors import UserError
+from nanogrpo.kernels.reference.attention import Bounds, Strip, attention
+from nanogrpo.kernels.sharing import sharing
+from nanogrpo.kernels.two_calls import attend, merged
+
+Backend = Callable[[Tensor, Tensor, Tensor, Strip], Tensor]
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, strip: Strip) -> Tensor:
+    """Call torch's `scaled_dot_product_attention` for each sequence."""
+    return attention(q, k, v, strip)
 
 
 @functools.cache
@@ -27,11 +38,12 @@ def varlen_function() -> Callable[..., Any]:
     return functools.partial(varlen_attn, enable_gqa=True) if grouped else varlen_attn
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, at: Bounds) -> Tensor:
+def varlen(q: Tensor, k: Tensor, v: Tensor, strip: Strip) -> Tensor:
     """Call `torch.nn.attention.varlen.varlen_attn` (CUDA, half precision). Torch contains its own
     FlashAttention, so the flash-attn package is not needed. The function follows torch's setting
     for deterministic algorithms.
     """
+    at, (k, v) = strip.bounds, strip.gathered(k, v)
     window = (-1, 0 if at.causal else -1)
     return varlen_function()(q, k, v, at.cu_q, at.cu_k, at.max_q, at.max_k, window_size=window)
 
@@ -44,35 +56,70 @@ def deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled() and not warn_only
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, at: Bounds) -> Tensor:
-    """Call flash-attn 4 (CUDA, half precision, Hopper and Blackwell)."""
+def flash4(q: Tensor, k: Tensor, v: Tensor, strip: Strip) -> Tensor:
+    """Call flash-attn 4 (CUDA, half precision, Hopper and Blackwell), in two calls as `two_calls`.
+
+    This has not run on a GPU yet.
+    """
     from flash_attn.cute import flash_attn_varlen_func
 
-    out, *_ = flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q=at.cu_q,
-        cu_seqlens_k=at.cu_k,
-        max_seqlen_q=at.max_q,
-        max_seqlen_k=at.max_k,
-        causal=at.causal,
-        deterministic=deterministic(),
-    )
-    return out  # without log-sum-exps
+    def call(at: Bounds) -> tuple[Tensor, Tensor]:
+        return flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q=at.cu_q,
+            cu_seqlens_k=at.cu_k,
+            max_seqlen_q=at.max_q,
+            max_seqlen_k=at.max_k,
+            causal=at.causal,
+            deterministic=deterministic(),
+            return_lse=True,
+        )
+
+    parts = [call(at) for at in calls_of(strip)]
+    return merged(parts)[0] if len(parts) > 1 else parts[0][0]
+
+
+@functools.lru_cache(maxsize=1)  # for all layers
+def calls_of(strip: Strip) -> list[Bounds]:
+    """Return the bounds of two calls that need no copies of keys, or of one if nothing is shared.
+
+    In the first call, each sequence attends to its own rows. In the second call, all completions of
+    a prompt are one sequence, which attends to the rows of the prompt. All other rows are in
+    sequences without queries or without keys. This function waits for the device.
+    """
+    own = Bounds(strip.cu_seqlens, strip.max_len, strip.cu_seqlens, strip.max_len, strip.causal)
+    if strip.kv_rows is None:
+        return [own]
+    ends, reach = strip.cu_seqlens.tolist(), sharing(strip)[1].tolist()
+    queries, keys, longest = [0], [0], 0
+    for first, end, last in zip(ends, ends[1:], reach):
+        if end < last:  # a prompt, with completions in the rows end … last
+            queries += [end, end, last]
+            keys += [keys[-1], first, end]
+            longest = max(longest, last - end)
+    queries += 2 * ends[-1:]
+    keys += [keys[-1], ends[-1]]
+    cu_q, cu_k = (strip.cu_seqlens.new_tensor(x) for x in (queries, keys))
+    return [own, Bounds(cu_q, longest, cu_k, strip.max_len, causal=False)]
+
+
+def two_calls(q: Tensor, k: Tensor, v: Tensor, strip: Strip) -> Tensor:
+    """Call torch's FlashAttention for the own rows of each sequence, and again for the shared
+    prompts (CUDA, half precision). This has not run on a GPU yet.
+    """
+    return attend(q, k, v, calls_of(strip))
+
+
+BACKENDS: dict[str, Backend] = {"torch": varlen, "two-call": two_calls, "flash4": flash4}
 
 
 @functools.cache
 def backend(device_type: str, dtype: torch.dtype, size: int = 128) -> Backend:
-    """Return the fastest backend that is installed and supports heads of this size."""
+    """Return the selected backend, or `sdpa` if it cannot run."""
+    name = os.environ.get("NANOGRPO_ATTENTION", "torch")
+    if name not in BACKENDS:
+        raise UserError(f"NANOGRPO_ATTENTION is {name!r}: use one of {', '.join(BACKENDS)}.")
     half = device_type == "cuda" and dtype in (torch.float16, torch.bfloat16)
-    if not half or size % 8 or size > 256:
-        return sdpa
-    try:
-        from flash_attn.cute import flash_attn_varlen_func  # noqa: F401 (is it installed?)
-    except ImportError:
-        return varlen
-    # flash-attn 4 has no backward pass for GPUs below compute capability 9.
-    # flash-attn 4 has no deterministic backward pass for capability 12.
-    new = torch.cuda.get_device_capability()[0] in (9, 10, 11)
-    return flash if new and size <= 128 else varlen
+    return BACKENDS[name] if half and size % 8 == 0 and size <= 256 else sdpa

@@ -1,5 +1,5 @@
-"""Attention over packed sequences: the reference equals the equation, and the fastest backend that
-can run is chosen.
+"""Attention over packed sequences: the reference equals the equation, two calls equal one, and a
+backend is chosen on request.
 
 The key/value cache is tested with the engine that owns it. Read next: test_decoder.py.
 """
@@ -10,10 +10,12 @@ import types
 
 import pytest
 import torch
+from nanogrpo.kernels.reference.attention import Bounds
 
+from nanogrpo.errors import UserError
+from nanogrpo.kernels import two_calls as merging
 from nanogrpo.model import gpu_attention
-from nanogrpo.model.attention import Bounds, StripAttention, sdpa
-from nanogrpo.model.gpu_attention import flash, varlen
+from nanogrpo.model.gpu_attention import calls_of, flash4, sdpa, two_calls, varlen
 from tests.conftest import (
     COMPLETIONS,
     PROMPT,
@@ -22,42 +24,17 @@ from tests.conftest import (
     shared_prompt,
     tiny_model,
 )
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
-
-
-def by_hand(q, k, v, lengths, causal=True):
-    """Compute softmax(q kᵀ / √E) v over each query's past or, unless causal, its sequence, in
-    float64. Query head h reads key head h // (H / K).
-    """
-    q, k, v = q.double(), k.double(), v.double()
-    out, start = torch.zeros_like(q), 0
-    for n in lengths:
-        for t in range(start, start + n):
-            end = t + 1 if causal else start + n
-            for h in range(q.shape[1]):
-                g = h // (q.shape[1] // k.shape[1])
-                weights = (k[start:end, g] @ q[t, h] / q.shape[2] ** 0.5).softmax(0)
-                out[t, h] = weights @ v[start:end, g]
-        start += n
-    return out
+from tests.kernels.masks import draw, exact, part, products, strip_of
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("H", "K"), [(4, 4), (4, 2), (6, 1)])
 def test_the_reference_attention_is_the_equation(H, K, causal):
-    lengths = [5, 1, 9]
-    torch.manual_seed(0)
-    q, k, v = (3 * torch.randn(15, heads, 8) for heads in (H, K, K))
-    attend = StripAttention(*positions_of(lengths)[1].bounds[:2], causal=causal)
-    torch.testing.assert_close(
-        attend(0, q, k, v).double(),
-        by_hand(q, k, v, lengths, causal),
-        rtol=0,
-        atol=1e-5,
-    )
+    strip = strip_of([[5], [1], [9]])
+    strip.causal = causal
+    q, k, v, dy = draw(strip, H, K, 8)
+    expected = exact(q, k, v, dy, strip)[0]
+    torch.testing.assert_close(strip(0, q, k, v).double(), expected, rtol=0, atol=1e-5)
 
 
 def test_completions_that_share_a_prompt_equal_those_that_repeat_it():
@@ -91,83 +68,120 @@ def test_completions_that_share_a_prompt_equal_those_that_repeat_it():
         ].abs().max(), name
 
 
-# --- the choice of a backend ---
+# --- shared prompts in two calls ---
+
+# plain sequences before, between and after the groups; an empty completion
+GROUPS = [[[5, 4, 1, 7]], [[3], [4, 2, 0, 3], [1], [2], [6, 1, 1], [2]], [[3], [1], [4]]]
+
+
+def seen(at):
+    """Return which keys each query of a call sees. All calls have as many keys as queries."""
+    sequences = torch.arange(len(at.cu_q) - 1)
+    queries, keys = (sequences.repeat_interleave(cu.diff()) for cu in (at.cu_q, at.cu_k))
+    mask = queries[:, None] == keys
+    return mask.tril() if at.causal else mask
+
+
+def call_backward(dy, q, k, v, at, out, lse, *_):
+    """Compute FlashAttention's backward pass, with the probabilities of the given lse."""
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        x, dp = products(*inputs[:2]) / q.shape[2] ** 0.5, products(dy, inputs[2])
+    p = (x - lse[..., None]).exp() * seen(at)
+    ds = p * (dp - (dy * out).sum(2).T[..., None])
+    return torch.autograd.grad([x, dp], inputs, [ds, p])
 
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Make flash-attn 4 look installed, and return the options of its calls."""
+    """Replace flash-attn 4 and torch's FlashAttention, and return the options of the calls."""
     calls: list[dict] = []
 
     def function(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
         calls.append(options)
         bounds = cu_seqlens_q, max_seqlen_q, cu_seqlens_k, max_seqlen_k, options["causal"]
-        return sdpa(q, k, v, Bounds(*bounds)), None
+        return part(q, k, v, seen(Bounds(*bounds)))
 
     package, module = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.cute")
     module.flash_attn_varlen_func = function
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
-    gpu_attention.backend.cache_clear()
-    yield calls
-    gpu_attention.backend.cache_clear()
+    monkeypatch.setattr(merging, "flash_forward", lambda q, k, v, at: part(q, k, v, seen(at)))
+    monkeypatch.setattr(merging, "flash_backward", call_backward)
+    return calls
 
 
-@pytest.mark.parametrize(("generation", "expected"), [(8, varlen), (9, flash), (12, varlen)])
-def test_the_fastest_backend_that_can_run_is_chosen(generation, expected, installed, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (generation, 0))
-    assert gpu_attention.backend("cuda", torch.bfloat16) is expected
-    assert gpu_attention.backend("cuda", torch.bfloat16, 256) is varlen
-    # the fast ones compute in half precision only, and for some sizes of heads
-    assert gpu_attention.backend("cpu", torch.float32) is sdpa
-    assert gpu_attention.backend("cuda", torch.float32) is sdpa
-    assert gpu_attention.backend("cuda", torch.bfloat16, 12) is sdpa
-    # flash-attn 2 has no such module
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
+@pytest.mark.parametrize("fast", [two_calls, flash4, sdpa])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_two_calls_are_one(fast, groups, installed):
+    """In float64, gradients included. The longest lengths are those of the calls."""
+    strip = strip_of(groups)
+    q, k, v, dy = (x.double() for x in draw(strip, 4, 2, 8))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = fast(*inputs, strip)
+    for got, want in zip([out, *torch.autograd.grad(out, inputs, dy)], exact(q, k, v, dy, strip)):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    for at in calls_of(strip):
+        busy = (at.cu_q.diff() > 0) & (at.cu_k.diff() > 0)
+        assert at.cu_q.diff()[busy].max() <= at.max_q
+        assert at.cu_k.diff()[busy].max() <= at.max_k
+        assert at.cu_q[-1] == at.cu_k[-1] == len(q)  # every row gets an output and gradients
+
+
+# --- the choice of a backend ---
+
+
+def test_a_backend_is_chosen_on_request(monkeypatch):
+    def chosen(*args):
+        gpu_attention.backend.cache_clear()
+        return gpu_attention.backend(*args)
+
+    assert chosen("cuda", torch.bfloat16) is varlen
+    for name, expected in (("flash4", flash4), ("two-call", two_calls)):
+        monkeypatch.setenv("NANOGRPO_ATTENTION", name)
+        assert chosen("cuda", torch.bfloat16) is expected
+        # they compute in half precision only, and for some sizes of heads
+        assert chosen("cpu", torch.float32) is sdpa
+        assert chosen("cuda", torch.float32) is sdpa
+        assert chosen("cuda", torch.bfloat16, 12) is sdpa
+    monkeypatch.setenv("NANOGRPO_ATTENTION", "flash")
+    with pytest.raises(UserError, match=r"^NANOGRPO_ATTENTION is 'flash': use one of torch, "):
+        chosen("cuda", torch.bfloat16)
     gpu_attention.backend.cache_clear()
-    assert gpu_attention.backend("cuda", torch.bfloat16) is varlen
 
 
 def test_our_call_fits_flash_attn(installed):
-    """It is causal unless we say no, and by torch's rule deterministic."""
-    attend = shared_prompt()
-    q, k, v = (torch.randn(n, h, 8, generator=seeded(n)) for n, h in ((17, 4), (32, 2), (32, 2)))
+    """By torch's rule, it is deterministic."""
+    strip = strip_of([[3]])
     try:
         for settings in ({"mode": False}, {"mode": True, "warn_only": True}, {"mode": True}):
             torch.use_deterministic_algorithms(**settings)
-            assert torch.equal(flash(q, k, v, attend.bounds), sdpa(q, k, v, attend.bounds))
+            flash4(*draw(strip, 4, 2, 8)[:3], strip)
     finally:
         torch.use_deterministic_algorithms(False)
-    flash(q, k, v, attend.bounds._replace(causal=False))
-    assert [call["causal"] for call in installed] == [True, True, True, False]
-    assert [call["deterministic"] for call in installed] == [False, False, True, False]
+    assert [call["deterministic"] for call in installed] == [False, False, True]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["causal", "shared prompt", "both directions"])
-@pytest.mark.parametrize("fast", [varlen, flash])
-def test_fast_backends_agree_with_the_equation(fast, kind):
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("fast", [varlen, flash4, two_calls])
+def test_fast_backends_agree_with_the_equation(fast, shared, causal):
     """With grouped queries. flash-attn 4 has no backward before Hopper."""
-    if fast is flash:
+    if fast is flash4:
         pytest.importorskip("flash_attn.cute")
         if torch.cuda.get_device_capability()[0] not in (9, 10, 11):
             pytest.skip("flash-attn 4 needs Hopper or Blackwell")
-    torch.manual_seed(0)
-    lengths = [130, 1, 77, 300]
-    attend = shared_prompt() if kind == "shared prompt" else positions_of(lengths)[1]
-    bounds = [x.cuda() if isinstance(x, torch.Tensor) else x for x in attend.bounds]
-    bounds = Bounds(*bounds[:-1], kind != "both directions")
-    queries, keys = int(bounds.cu_q[-1]), int(bounds.cu_k[-1])
-    q, k, v, g = (
-        torch.randn(n, heads, 128, device="cuda")
-        for n, heads in ((queries, 8), (keys, 2), (keys, 2), (queries, 8))
-    )
-
-    def run(backend, dtype):
-        inputs = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
-        out = backend(*inputs, bounds)
-        return [out, *torch.autograd.grad(out, inputs, g.to(dtype))]
-
-    exact, plain = (run(sdpa, dtype) for dtype in (torch.float64, torch.bfloat16))
-    for want, eager, got in zip(exact, plain, run(fast, torch.bfloat16)):
-        assert (got - want).abs().max() <= 2 * (eager - want).abs().max()
+    strip = strip_of([[130, 1, 77], [300]] if causal else [[130], [77]], shared)
+    strip.causal = causal
+    truth = exact(*draw(strip, 8, 2, 128), strip)
+    for name, x in vars(strip).items():
+        setattr(strip, name, x.cuda() if isinstance(x, torch.Tensor) else x)
+    *inputs, dy = (x.cuda().bfloat16().requires_grad_() for x in draw(strip, 8, 2, 128))
+    found = []
+    for backend in (fast, sdpa):
+        out = backend(*inputs, strip)
+        found.append([out, *torch.autograd.grad(out, inputs, dy)])
+    for want, got, eager in zip(truth, *found):
+        error, usual = ((x.cpu() - want).abs().max() for x in (got, eager))
+        assert error <= 2 * usual

@@ -1,0 +1,76 @@
+"""Attend to a shared prompt in a second call of FlashAttention, so that no key is copied.
+
+In: queries [T, H, E], keys and values [T, K, E], and the bounds of each call: first each sequence
+attends to its own rows, and then all completions of a prompt attend to the prompt, as one sequence.
+Out: the attention output [T, H, E]. Read next: triton/attention.py, which needs only one call.
+
+Equation.   Over the keys of part p: lse_p = log Σ_j exp(q·k_j / √E) and out_p = Σ_j exp(q·k_j / √E
+            - lse_p) v_j. Then lse = log Σ_p exp(lse_p) and out = Σ_p exp(lse_p - lse) out_p.
+Backward.   The probability of a key is exp(q·k_j / √E - lse), in whichever part it is. So the
+            backward pass of a part is that of FlashAttention, with the merged out and lse. The
+            gradients of the parts are added.
+Status.     Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .reference.attention import Bounds
+
+
+def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Merge the outputs [T, H, E] and log-sum-exps [H, T] of several parts of the keys.
+
+    The log-sum-exp of a query without keys in a part is -inf, or inf in FlashAttention 2.
+    """
+    outs, lses = zip(*parts)
+    each = torch.stack([lse.masked_fill(lse == math.inf, -math.inf) for lse in lses])  # [2, H, T]
+    lse = each.logsumexp(0)
+    weights = (each - lse).exp().transpose(1, 2).unsqueeze(3)  # [2, T, H, 1]
+    return sum(w * out for w, out in zip(weights, outs)).to(outs[0].dtype), lse
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, at: Bounds) -> Sequence[Any]:
+    """Return output, log-sum-exp, and two tensors that the backward pass needs."""
+    bounds = at.cu_q, at.cu_k, at.max_q, at.max_k, 0.0, at.causal
+    return torch.ops.aten._flash_attention_forward(q, k, v, *bounds, False)[:4]
+
+
+def flash_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, at: Bounds, *saved: Any) -> Any:
+    """Return the gradients of q, k and v. `saved` is the result of `flash_forward`."""
+    out, lse, *state = saved
+    bounds = at.cu_q, at.cu_k, at.max_q, at.max_k, 0.0, at.causal
+    return torch.ops.aten._flash_attention_backward(dy, q, k, v, out, lse, *bounds, *state)
+
+
+class _Calls(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, calls):
+        parts = [flash_forward(q, k, v, at) for at in calls]
+        out, lse = merged([(y, l) for y, l, *_ in parts])
+        ctx.calls, ctx.states = calls, [state for _, _, *state in parts]
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        q, k, v, out, lse = ctx.saved_tensors
+        # With the merged out and lse, each call computes the probabilities over all keys.
+        grads = [
+            flash_backward(dy, q, k, v, at, out, lse, *state)
+            for at, state in zip(ctx.calls, ctx.states)
+        ]
+        return *map(sum, zip(*grads)), None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, calls: Sequence[Bounds]) -> Tensor:
+    """Call torch's FlashAttention once for each part of the keys, and merge the results."""
+    return _Calls.apply(q, k, v, calls)

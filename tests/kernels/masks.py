@@ -1,0 +1,81 @@
+"""Strips for the tests of attention, and attention with an explicit mask in float64.
+
+Read next: test_attention.py.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nanogrpo.model.attention import StripAttention
+
+
+def strip_of(groups: Sequence[Sequence[int]], shared: bool = True) -> StripAttention:
+    """Return the strip of groups: the length of a prompt, then of its completions.
+
+    If not shared, each completion starts with a copy of the prompt.
+    """
+    sees, lengths = [], []
+    for prompt, *completions in groups:
+        if completions and not shared:
+            sees += [0] * len(completions)
+            lengths += [prompt + n for n in completions]
+        else:
+            sees += [0, *[prompt] * len(completions)]
+            lengths += [prompt, *completions]
+    ends = [0, *itertools.accumulate(lengths)]
+    rows, first = [], 0
+    for past, own in zip(sees, map(range, ends, ends[1:])):
+        first = first if past else own.start
+        rows.append([*range(first, first + past), *own])
+    tensors = torch.tensor(ends, dtype=torch.int32), torch.tensor([*itertools.chain(*rows)])
+    keys = torch.tensor([0, *itertools.accumulate(map(len, rows))], dtype=torch.int32)
+    if not any(sees):
+        return StripAttention(tensors[0], max(lengths))
+    return StripAttention(tensors[0], max(lengths), tensors[1], keys, max(map(len, rows)))
+
+
+def visible(strip: StripAttention) -> Tensor:
+    """Return which keys each query sees, [T, T] bool."""
+    ends = strip.cu_seqlens.tolist()
+    mask = torch.zeros(ends[-1], ends[-1], dtype=torch.bool)
+    at = strip.bounds.cu_k.tolist()
+    for n, (first, end) in enumerate(itertools.pairwise(ends)):
+        past = at[n + 1] - at[n] - (end - first)
+        if past:
+            mask[first:end, strip.kv_rows[at[n] : at[n] + past]] = True
+        own = torch.ones(end - first, end - first, dtype=torch.bool)
+        mask[first:end, first:end] = own.tril() if strip.causal else own
+    return mask
+
+
+def products(q: Tensor, k: Tensor) -> Tensor:
+    """Return the products of queries [Tq, H, E] and keys [Tk, K, E], [H, Tq, Tk]."""
+    return torch.einsum("qhe,khe->hqk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1))
+
+
+def part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return outputs [Tq, H, E] and log-sum-exps [H, Tq]. A query without keys gets 0 and inf, as
+    in FlashAttention 2.
+    """
+    x = products(q, k) / q.shape[2] ** 0.5
+    lse = x.masked_fill(~mask, -1e30).logsumexp(2)
+    weights = (x - lse[..., None]).masked_fill(~mask, -torch.inf).exp()
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    return torch.einsum("hqk,khe->qhe", weights, v), lse.where(mask.any(1), torch.inf)
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, dy: Tensor, strip: StripAttention) -> list[Tensor]:
+    """Return output and gradients in float64."""
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out, _ = part(*wide, visible(strip).to(q.device))
+    return [out.detach(), *torch.autograd.grad(out, wide, dy.double())]
+
+
+def draw(strip: StripAttention, H: int, K: int, E: int) -> list[Tensor]:
+    """Return q, k, v and the gradient of the output."""
+    g = torch.Generator().manual_seed(0)
+    count = int(strip.cu_seqlens[-1])
+    return [2 * torch.randn(count, heads, E, generator=g) for heads in (H, K, K, H)]
