@@ -1,0 +1,108 @@
+"""On-policy distillation: a teacher judges each token of the student's own completions.
+
+    python examples/recipes/distill.py --model runs/base --teacher runs/large --data prompts.jsonl …
+
+The loss is the reverse KL(π ‖ teacher), on completions that the student π sampled (Agarwal et al.
+2023, 2306.13649). Its policy gradient is that of GRPO with one advantage per token:
+
+    A_t = reward_coef · A_group - teacher_coef · Σ_k share_k (log π(y_t) - log teacher_k(y_t))
+
+By default, `reward_coef` is 0: the rewards are only logged, and the logged loss is the mean
+divergence. With several teachers, share_k is 1/K. With `--teacher-column`, it is 1 for the teacher
+whose number (0, 1, …) the prompt's column has, such as the expert of its domain. A prompt without a
+number (null) has no teacher.
+
+With `--jsd-beta β`, each difference is replaced by the exact divergence D over all tokens of the
+vocabulary, whose gradient has less variance. β is that of TRL's DistillationTrainer, and a test
+compares loss and gradients with TRL's:
+
+    m = (1 - β) π + β teacher;  D = β KL(teacher ‖ m) + (1 - β) KL(π ‖ m)
+    β = 1: KL(π ‖ teacher);  β = 0: KL(teacher ‖ π)
+
+The teachers need the student's tokenizer. On a GPU, the estimate of the memory does not include the
+teachers: lower `--token-budget` if the run does not fit.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass, replace
+
+import torch
+
+from nanogrpo import Config
+from nanogrpo.config import option
+from nanogrpo.errors import UserError
+from nanogrpo.extras.distill_head import distill_objective
+from nanogrpo.extras.recipe import main
+from nanogrpo.feature import Feature
+from nanogrpo.model import checkpoint
+from nanogrpo.run import setup
+from nanogrpo.step import logp
+
+
+@dataclass(frozen=True)
+class Options(Config):
+    teacher: tuple[str, ...] = option((), "folder or hub id of each teacher", required="name one")
+    teacher_column: str = option("", "column with the number of a prompt's teacher; empty: all")
+    teacher_coef: float = option(1.0, "factor of the divergence from the teacher", "> 0")
+    reward_coef: float = option(0.0, "factor of the rewards' advantages", ">= 0")
+    jsd_beta: float | None = option(None, "β; default: sampled tokens only", ">= 0", "<= 1")
+
+
+def kl(a, b):
+    return (a.exp() * (a - b)).sum(-1)  # log-probs [C, V] → [C], nats
+
+
+def divergence(p, q, beta):
+    """Return D [C] for the student's log-probs p [C, V] and the teacher's q [C, V]."""
+    if beta in (0, 1):
+        return kl(p, q) if beta else kl(q, p)
+    m = torch.logaddexp(p + math.log1p(-beta), q + math.log(beta))
+    return beta * kl(q, m) + (1 - beta) * kl(p, m)
+
+
+class Distill(Feature):
+    all_gradients = True  # a completion whose advantage is 0 has a gradient, too
+
+    def __init__(self, cfg):
+        self.cfg = cfg
+
+    def running(self, run):
+        self.teachers = [self.load(run, name) for name in self.cfg.teacher]
+
+    def load(self, run, name):
+        folder = checkpoint.locate(name, "--teacher")
+        teacher = setup.empty_model(folder, ())
+        if type(run.tokenizer)(folder).vocab_size != run.tokenizer.vocab_size:
+            raise UserError(f"--teacher {name} has another tokenizer: choose a related model.")
+        return setup.load_weights(teacher, replace(run, source=folder, features=()))
+
+    def scored(self, run, samples, step):
+        """Set `share` [P·G, K] on every rank, because samples may move between ranks."""
+        column, teachers = self.cfg.teacher_column, range(len(self.teachers))
+        named = run.world.concat([s.prompt.columns[column] if column else None for s in samples])
+        share = [[float(k == i) if column else 1 / len(teachers) for k in teachers] for i in named]
+        self.share = self.cfg.teacher_coef * torch.tensor(share, device=run.world.device)
+
+    def batches(self, run, batches):
+        for batch in batches:
+            batch.advantage *= self.cfg.reward_coef  # [M]
+            if self.cfg.jsd_beta is None:
+                theirs = torch.stack([logp(teacher, batch, self.cfg) for teacher in self.teachers])
+                gap = theirs - logp(run.model, batch, self.cfg)  # [K, M]
+                batch.advantage += (self.share[batch.sample].T * gap).sum(0)
+
+    def objective(self, batch, cfg):
+        if cfg.jsd_beta is not None:
+            teachers = [*zip(self.teachers, self.share[batch.sample].T)]
+            return distill_objective(batch, cfg, teachers, lambda *p: divergence(*p, cfg.jsd_beta))
+
+
+def features(cfg):
+    return [Distill(cfg)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(Options, features))

@@ -1,0 +1,67 @@
+"""The policy loss plus a divergence from one or several teachers over the full vocabulary, in the
+same pass over the student's logits, of which only a chunk of rows exists at a time.
+
+In: a batch, teachers with a factor for each token [M], and a divergence between two distributions.
+Out: a head operation, whose loss is that of the policy plus Σ_i weight_i Σ_teachers factor_i ·
+divergence_i. Its metric `distill/divergence` is the inner sum. Autograd differentiates the
+divergence of a chunk while its logits exist.
+
+Work.       Three matrix products for the student, as without a teacher, and one per teacher.
+Memory.     About ten float32 tensors of a chunk's logits, so a chunk has fewer rows than without a
+            teacher. Nothing of a teacher is kept for the backward pass.
+
+Read before: kernels/head.py, which calls `policy_rows_` on each chunk. Read next:
+examples/recipes/distill.py.
+"""
+
+from types import SimpleNamespace
+
+import torch
+
+from nanogrpo.grpo.loss import clip_of, loss_inputs
+from nanogrpo.kernels.head import HeadPolicyLoss
+from nanogrpo.kernels.linear import product
+from nanogrpo.model.dispatch import functions_for
+from nanogrpo.model.head import PolicyOut, default_chunk
+
+
+def distill_objective(batch, cfg, teachers, divergence):
+    """Return the head operation.
+
+    teachers: (decoder, factor [M]) of each teacher. divergence: (log-probs of the student [C, V],
+    log-probs of the teacher [C, V]) → [C].
+    """
+    values = torch.zeros_like(batch.weight)  # [M]
+
+    def op(hidden, lm_head):  # inside the student's forward pass
+        with torch.no_grad():
+            heads = [(*t.forward_strip(batch, lambda *head: head), f) for t, f in teachers]
+
+        def policy_rows_(logits, rows, T, inputs, clip):
+            """As in the package of kernels, but with the numbers of rows in place of targets."""
+
+            def log_softmax(x):
+                return (x.to(values.dtype) / T).log_softmax(-1)  # [C, V]
+
+            z = logits.detach().requires_grad_()
+            with torch.enable_grad():
+                p = log_softmax(z)
+                total = sum(
+                    f[rows] * divergence(p, log_softmax(product(h[rows], w))) for h, w, f in heads
+                )
+            (dlogits,) = torch.autograd.grad(total, z, inputs.weight)
+            values[rows] = total.detach()
+            ops = functions_for(z.device)
+            logp, entropy, l, *more = ops.policy_rows_(logits, batch.targets[rows], T, inputs, clip)
+            logits += dlogits
+            return logp, entropy, l + values[rows], *more
+
+        rows, ops = torch.arange(len(hidden)), SimpleNamespace(policy_rows_=policy_rows_)
+        chunk = default_chunk(10 * len(lm_head), values.dtype, hidden.device)
+        how = loss_inputs(batch), clip_of(cfg), cfg.temperature, chunk, ops
+        loss, logp, entropy, clip, kl = HeadPolicyLoss.apply(
+            hidden, lm_head, rows.to(batch.targets), *how
+        )
+        return PolicyOut(loss, logp, entropy, kl, {"clip": clip, "distill/divergence": values})
+
+    return op
