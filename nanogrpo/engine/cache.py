@@ -28,18 +28,18 @@ from nanogrpo.model.hf_config import ModelConfig
 
 @dataclass
 class Prefix:
-    """The keys and values of a prompt without its last token, [L, K, t, E] each."""
+    """The keys and values of a prompt without its last token."""
 
     ids: list[int]  # the prompt
-    k: Tensor
-    v: Tensor
+    kv: Tensor  # [2, L, K, t, E]
     # In a PagedCache: the full pages of the prompt, and the number of rows that use these pages.
     pages: list[int] = field(default_factory=list)
     users: int = 0
 
 
 class KVCache:
-    """A cache in which each row is one contiguous block of memory, [K, S, E] for each layer.
+    """A cache in which each row has two contiguous blocks of memory for each layer, [K, S, E]
+    of keys and of values.
 
     The newest token of row i is written to column `positions[i]` and attends to the columns up to
     `positions[i]`. Only the first `span` columns are read, so short sequences are fast even in a
@@ -49,7 +49,7 @@ class KVCache:
 
     def __init__(self, cfg: ModelConfig, B: int, S: int, dtype: torch.dtype, device: torch.device):
         self.S, self.dtype, self.device = S, dtype, device
-        self.narrow = cfg.num_hidden_layers, B, cfg.num_key_value_heads, min(S, 64), cfg.head_dim
+        self.narrow = 2, cfg.num_hidden_layers, B, cfg.num_key_value_heads, min(S, 64), cfg.head_dim
         self.clear()
         self.columns = torch.arange(S, device=device)  # [S]
         self.index = torch.arange(B, device=device)  # [B]
@@ -58,24 +58,22 @@ class KVCache:
         """Reset the cache to its initial width, with zeros. A NaN left in a masked column would
         spread, because 0 · NaN is NaN.
         """
-        self.k = torch.zeros(self.narrow, dtype=self.dtype, device=self.device)
-        self.v = torch.zeros_like(self.k)
+        self.kv = torch.zeros(self.narrow, dtype=self.dtype, device=self.device)
 
     def widen(self, span: int) -> None:
         """Widen the cache to at least `span` columns, in steps of 64."""
-        if span > (width := self.k.shape[3]):
+        if span > (width := self.kv.shape[4]):
             more = min(-(-span // 64) * 64, self.S) - width
-            self.k, self.v = (F.pad(x, (0, 0, 0, more)) for x in (self.k, self.v))
+            self.kv = F.pad(self.kv, (0, 0, 0, more))
 
     def fits(self, tokens: int) -> bool:
         return True
 
     def fill(self, first: int, count: int, prefix: Prefix, ahead: int) -> int:
         """Write a prompt's keys and values to `count` rows, starting at row `first`."""
-        end, t = first + count, prefix.k.shape[2]
+        t = prefix.kv.shape[3]
         self.widen(t)
-        self.k[:, first:end, :, :t] = prefix.k[:, None]
-        self.v[:, first:end, :, :t] = prefix.v[:, None]
+        self.kv[:, :, first : first + count, :, :t] = prefix.kv[:, :, None]
         return count
 
     def reserve(self, lengths: Iterable[int]) -> bool:
@@ -88,24 +86,22 @@ class KVCache:
         target = [i for i, row in enumerate(rows) if row != i]
         source = [rows[i] for i in target]
         if target:
-            self.k[:, target, :, :span] = self.k[:, source, :, :span]
-            self.v[:, target, :, :span] = self.v[:, source, :, :span]
+            self.kv[:, :, target, :, :span] = self.kv[:, :, source, :, :span]
 
     def begin(self, positions: Tensor, span: int) -> None:
         """Prepare a step. positions: [b] int64, with b ≤ B and values below `span`; `span` ≤ S."""
         self.widen(span)
         self.positions, self.span = positions, span
         unseen = self.columns[:span] > positions[:, None]  # [b, span]
-        bias = torch.where(unseen, -torch.inf, 0.0).to(self.k.dtype)
+        bias = torch.where(unseen, -torch.inf, 0.0).to(self.dtype)
         self.bias = bias[:, None, None]  # [b, 1, 1, span]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         b, H, E = q.shape
         K = k.shape[1]
-        keys, values = self.k[layer], self.v[layer]  # [B, K, S, E]
+        keys, values = self.kv[:, layer, :b, :, : self.span]  # [b, K, span, E] each
         keys[self.index[:b], :, self.positions] = k
         values[self.index[:b], :, self.positions] = v
-        keys, values = keys[:b, :, : self.span], values[:b, :, : self.span]
         # The H/K query heads of a key head are the rows of one matmul, so no key is repeated.
         # In a decode step, two plain matmuls take a third of the time of torch's attention.
         q = q.view(b, K, H // K, E)

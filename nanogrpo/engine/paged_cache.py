@@ -53,15 +53,14 @@ class PagedCache:
         pages = cache_tokens(B, S, tokens) // PAGE
         self.S = S
         heads = cfg.num_key_value_heads, PAGE, cfg.head_dim
-        self.k = torch.zeros(cfg.num_hidden_layers, pages, *heads, dtype=dtype, device=device)
-        self.v = torch.zeros_like(self.k)
+        self.kv = torch.zeros(2, cfg.num_hidden_layers, pages, *heads, dtype=dtype, device=device)
         self.table = torch.zeros(B, pages_of(S), dtype=torch.int32, device=device)
         self.on_host = torch.zeros_like(self.table, device="cpu")  # the next table
         self.clear()
 
     def clear(self) -> None:
         """Drop all rows."""
-        self.free = list(range(self.k.shape[1] - 1, 0, -1))  # taken from the end
+        self.free = list(range(self.kv.shape[2] - 1, 0, -1))  # taken from the end
         self.rows: list[tuple[Prefix, list[int]]] = []  # shared prefix and own pages of each row
         self.on_host.zero_()
 
@@ -74,7 +73,7 @@ class PagedCache:
         how many rows fit. The first row writes the prompt's full pages, which all of these rows
         share.
         """
-        t = prefix.k.shape[2]
+        t = prefix.kv.shape[3]
         full = t // PAGE
         each = pages_of(min(t + ahead, self.S)) - full  # pages that a row does not share
         first_rows = not prefix.users
@@ -85,12 +84,11 @@ class PagedCache:
             prefix.pages = self._take(full)
         own = [self._take(each) for _ in range(count)]
         last = [pages[0] for pages in own]  # the page with the rest of the prompt
-        for pool, x in ((self.k, prefix.k), (self.v, prefix.v)):
-            whole, rest = x.split((full * PAGE, t - full * PAGE), dim=2)
-            if first_rows:
-                paged = whole.unflatten(2, (full, PAGE))  # [L, K, full, PAGE, E]
-                pool[:, prefix.pages] = paged.transpose(1, 2)
-            pool[:, last, :, : rest.shape[2]] = rest[:, None]
+        whole, rest = prefix.kv.split((full * PAGE, t - full * PAGE), dim=3)
+        if first_rows:
+            paged = whole.unflatten(3, (full, PAGE))  # [2, L, K, full, PAGE, E]
+            self.kv[:, :, prefix.pages] = paged.transpose(2, 3)
+        self.kv[:, :, last, :, : rest.shape[3]] = rest[:, :, None]
         prefix.users += count
         self.rows += [(prefix, pages) for pages in own]
         lists = [prefix.pages + pages for pages in own]
@@ -137,5 +135,5 @@ class PagedCache:
         self.positions = positions
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        pages = self.k[layer], self.v[layer]  # [pages, K, PAGE, E] each
+        pages = self.kv[:, layer]  # [2, pages, K, PAGE, E]
         return functions_for(q.device).paged_attention(q, k, v, self.positions, self.table, *pages)

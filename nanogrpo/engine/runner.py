@@ -51,23 +51,21 @@ class Runner:
         lengths = [len(ids) - 1 for ids in prompts]
         some = [n for n in lengths if n]  # a prompt of one token needs no prefill
         if not some:
-            nothing = self.cache.k[:, 0, :, :0]  # [L, K, 0, E]
-            return {id(ids): Prefix(ids, nothing, nothing) for ids in prompts}
+            nothing = self.cache.kv[:, :, 0, :, :0]  # [2, L, K, 0, E]
+            return {id(ids): Prefix(ids, nothing) for ids in prompts}
         device = self.state.device
         positions = torch.cat([torch.arange(n, device=device) for n in some])  # [T]
         cu_seqlens = torch.tensor([0, *some], device=device).cumsum(0).int()  # [N+1]
         strip = StripAttention(cu_seqlens, max(some))
-        kept: list[tuple[Tensor, Tensor]] = []
+        kept: list[Tensor] = []
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            # `contiguous` copies views, so the larger tensor behind them can be freed
-            kept.append((k.contiguous(), v.contiguous()))  # [T, K, E] each
+            kept.append(torch.stack((k, v)))  # [2, T, K, E]
             return strip(layer, q, k, v)
 
         self.model.model(torch.tensor(tokens, device=device), positions, attend, *inputs)  # no head
-        keys, values = (torch.stack(x).transpose(1, 2) for x in zip(*kept))  # [L, K, T, E] each
-        split = zip(prompts, keys.split(lengths, dim=2), values.split(lengths, dim=2))
-        return {id(ids): Prefix(ids, k, v) for ids, k, v in split}
+        split = torch.stack(kept, 1).transpose(2, 3).split(lengths, dim=3)  # [2, L, K, t, E] each
+        return {id(ids): Prefix(ids, kv) for ids, kv in zip(prompts, split)}
 
     def decode(self, active: Sequence[Completion], params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Sample up to `stride` tokens per active row. Return tokens and log-probs [steps, b]."""
@@ -83,7 +81,7 @@ class Runner:
             bad = active[int(logp.isfinite().all(0).int().argmin())].sample.prompt.id
             raise FloatingPointError(
                 f"Logits are not finite (prompt {bad}): the weights diverged or overflow "
-                f"{self.cache.k.dtype}; lower --learning-rate in a new run, or remove the last "
+                f"{self.cache.kv.dtype}; lower --learning-rate in a new run, or remove the last "
                 "checkpoint before --resume."
             )
         return tokens, logp

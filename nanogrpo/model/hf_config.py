@@ -102,10 +102,9 @@ class ModelConfig:
 
     def to_dict(self) -> dict:
         """Return the dict of a config.json that transformers (4 and 5) can read."""
-        fields = {name: getattr(self, name) for name in ModelConfig.__annotations__}
         return {
             "architectures": [ARCHITECTURES[self.model_type]],
-            **fields,
+            **vars(self),
             "rope_scaling": self.rope_scaling and self.rope_scaling.to_dict(),
             "sliding_window": None,
         }

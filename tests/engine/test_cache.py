@@ -68,7 +68,7 @@ def watch(engine):
             assert prefix.users == sum(other is prefix for other, _ in cache.rows)
         owned = [page for _, own in cache.rows for page in own]
         once = [*owned, *(page for prefix in shared for page in prefix.pages), *cache.free]
-        assert sorted(once) == list(range(1, cache.k.shape[1]))  # each page once; 0 is nobody's
+        assert sorted(once) == list(range(1, cache.kv.shape[2]))  # each page once; 0 is nobody's
         for row, (prefix, own) in enumerate(cache.rows):
             pages = [*prefix.pages, *own]
             assert cache.on_host[row].tolist() == pages + [0] * (cache.table.shape[1] - len(pages))
@@ -130,8 +130,8 @@ def test_a_prefill_keeps_keys_and_values_alone():
     engine, seen = make_engine(), []
     engine.model.model.register_forward_pre_hook(lambda _, args: seen.append(args[2]))
     engine.sample(make_prompts([40, 30]), 1, dataclasses.replace(PARAMS, max_tokens=1), step=0)
-    kept = [x for pair in inspect.getclosurevars(seen[0]).nonlocals["kept"] for x in pair]
-    assert all(x.shape == (68, 2, 16) for x in kept)
+    kept = inspect.getclosurevars(seen[0]).nonlocals["kept"]
+    assert all(x.shape == (2, 68, 2, 16) for x in kept)
     assert all(x.untyped_storage().nbytes() == x.nbytes for x in kept)
 
 
@@ -160,7 +160,7 @@ def test_no_tensor_moves_between_steps():
 
     def addresses():
         joint = [b.self_attn.q_proj.weight for b in engine.model.model.layers]
-        cache = engine.cache.k, engine.cache.v, engine.cache.table
+        cache = engine.cache.kv, engine.cache.table
         own = engine.scheduler.state, engine.runner.logp
         return [x.data_ptr() for x in (*cache, *own, *joint, *engine.model.parameters())]
 
@@ -175,7 +175,7 @@ def test_no_tensor_moves_between_steps():
 def test_the_cache_has_as_many_tokens_as_announced(wanted):
     cache = make_engine(slots=3, cache_tokens=wanted).cache
     announced = cache_tokens(3, MAX_LEN, wanted)
-    assert announced == cache.k.shape[1] * PAGE == (len(cache.free) + 1) * PAGE
+    assert announced == cache.kv.shape[2] * PAGE == (len(cache.free) + 1) * PAGE
     assert MAX_LEN + PAGE <= announced <= 3 * (MAX_LEN + PAGE) + PAGE
     assert wanted != 400 or announced == 400 // PAGE * PAGE + PAGE
 

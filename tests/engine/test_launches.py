@@ -32,12 +32,12 @@ def decode(rows: int, kernels: str, params: SamplingParams) -> tuple[list[str], 
     with mock.patch.object(dispatch, "choice", kernels), torch.no_grad(), traffic.counting():
         engine.runner.step(rows, 4096, params)
     # Attention reads only the tokens of its rows, and lookups only some rows of their tables.
-    keys, embedding = engine.cache.k, engine.model.model.embed_tokens
-    live = len(keys) * rows * MEAN * keys[0, 0, :, 0].numel() * keys.itemsize
-    unread = (keys, engine.cache.v, embedding.weight)
+    cached, embedding = engine.cache.kv, engine.model.model.embed_tokens
+    live = rows * MEAN * cached[:, :, 0, :, 0].numel() * cached.itemsize
+    unread = (cached, embedding.weight)
     both = traffic.elementwise, traffic.products
     moved = sum(count.bytes for count in both) - sum(x.numel() * x.itemsize for x in unread)
-    return [name for count in both for name in count.names], moved + 2 * live
+    return [name for count in both for name in count.names], moved + live
 
 
 @pytest.mark.parametrize("rows", [64, 256])

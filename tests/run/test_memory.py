@@ -191,7 +191,7 @@ def test_weights_moments_and_cache_are_exactly_as_estimated():
     moments = [s[k] for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
     assert table["optimizer"] == nbytes(*moments)
     assert 2 * table["engine: weights"] == nbytes(*engine.model.parameters())
-    assert 2 * table["cache"] == nbytes(*engine.cache.k, *engine.cache.v)
+    assert 2 * table["cache"] == nbytes(engine.cache.kv)
 
 
 def test_a_strip_is_as_long_as_the_budget_or_a_sample():

@@ -96,7 +96,7 @@ class VisionModelConfig(ModelConfig):
         vision = dataclasses.asdict(self.vision)
         token, section = vision.pop("image_token_id"), vision.pop("mrope_section")
         text = super().to_dict()
-        del text["architectures"]
+        del text["architectures"], text["vision"]
         angles = text["rope_scaling"] or {"rope_type": "default"}
         text["rope_scaling"] = {**angles, "mrope_section": section, "mrope_interleaved": True}
         return {
