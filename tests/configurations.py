@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import importlib.util
 import shutil
 import tempfile
@@ -38,6 +39,8 @@ class Row:
     options: str = ""
     # changes of the tiny model, as for conftest.write_base
     base: dict = field(default_factory=dict)
+    # the program: train.py, or a file in examples/recipes
+    recipe: str = ""
     # writes what the feature reads into a folder, and returns further options
     prepare: Callable[[Path], list[str]] = lambda folder: []
     # whether the laws hold for it
@@ -105,6 +108,13 @@ ROWS = {
         tolerance=1e-3,
     ),
     "completions and tokens": Row("--log-completions --log-tokens"),
+    "critic": Row(
+        "--lam 0.9 --num-iterations 2 --token-budget 60 --beta 0.05 --reward-funcs"
+        " FILES/reward.py:even FILES/reward.py:nothing_applies",
+        recipe="critic",
+        base={"tie_word_embeddings": True},
+        tolerance=1e-6,
+    ),
     "8-bit optimizer": Row(
         # each rank has its own blocks, so the rounding differs
         "--optim adamw_torch_8bit",
@@ -173,20 +183,28 @@ def command(name: str, output: Path, *more: str) -> list[str]:
     return arguments(base, _files(), output, *own, "--max-steps", str(STEPS), *more)
 
 
+def run(name: str, argv: list[str]) -> int:
+    """Run the program of a row."""
+    if not (recipe := ROWS[name].recipe):
+        return train.main(argv)
+    program = importlib.import_module(f"examples.recipes.{recipe}")
+    return program.main(program.Options, program.features, argv)
+
+
 @functools.cache
 def uninterrupted(name: str) -> Path:
     """Train in one process and return the output folder, which no test may change. It has the
     checkpoints after the second step and at the end.
     """
     output = Path(tempfile.mkdtemp(dir=_files())) / "run"
-    assert train.main(command(name, output, "--save-steps", "2")) == 0
+    assert run(name, command(name, output, "--save-steps", "2")) == 0
     assert len({row["loss"] for row in steps(output)}) > 1  # something happens
     return output
 
 
 def on_ranks(size: int, name: str, output: Path, *more: str) -> Path:
     """Train on several ranks and return the output folder."""
-    ended = ranks.run(size, train.main, command(name, output, *more))
+    ended = ranks.run(size, run, name, command(name, output, *more))
     assert ended == [0] * size
     return output
 

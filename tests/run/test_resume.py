@@ -40,7 +40,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(name, tmp_path):
     whole, output = configurations.uninterrupted(name), tmp_path / "run"
     shutil.copytree(whole, output)
     shutil.rmtree(output / f"checkpoint-{configurations.STEPS}")
-    assert train.main(configurations.command(name, output, "--resume", "--save-steps", "2")) == 0
+    command = configurations.command(name, output, "--resume", "--save-steps", "2")
+    assert configurations.run(name, command) == 0
     assert steps(output) == steps(whole)
     assert_same(configurations.saved(output), configurations.saved(whole))
 
