@@ -8,11 +8,10 @@ checkpoint need not contain them. Read before: run/state.py (which saves and rem
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanogrpo.config import Config, free_option
+from nanogrpo.config import Config
 from nanogrpo.errors import UserError
 from nanogrpo.extras.summary import plain, summarize
 from nanogrpo.feature import Feature
@@ -20,38 +19,14 @@ from nanogrpo.logs.files import read_records
 from nanogrpo.model.checkpoint import checkpoints
 
 if TYPE_CHECKING:
-    from nanogrpo.run.setup import Inputs
+    from nanogrpo.run.setup import Inputs, Run
     from nanogrpo.run.state import Saver
-
-
-@dataclass(frozen=True)
-class BestOptions(Config):
-    """The best checkpoint."""
-
-    load_best_model_at_end: bool = free_option(
-        False,
-        "also keep the best checkpoint by evaluation, and name it at the end",
-        needs="eval_steps",
-    )
-    metric_for_best_model: str = free_option(
-        "reward",
-        "name of the evaluation metric that should be highest, such as accuracy_reward",
-    )
-
-    def problems(self) -> Iterator[str]:
-        every = self.save_steps % self.eval_steps if self.eval_steps else 0
-        if self.load_best_model_at_end and self.eval_steps and (not self.save_steps or every):
-            yield (
-                "--load-best-model-at-end compares checkpoints that were evaluated, but"
-                f" --save-steps {self.save_steps} is not a multiple of --eval-steps"
-                f" {self.eval_steps}: choose a multiple."
-            )
 
 
 class Best(Feature):
     cfg: Any
 
-    def __init__(self, cfg: BestOptions):
+    def __init__(self, cfg: Any):
         self.cfg = cfg
 
     def settings(self, cfg: Config, inputs: Inputs) -> None:
@@ -63,6 +38,12 @@ class Best(Feature):
                 f"--metric-for-best-model {given} is not a metric of the evaluation: choose one of "
                 f"{', '.join(sorted(known))}."
             )
+
+    def running(self, run: Run) -> None:
+        """Name the best checkpoint even if a resumed run saves no other one."""
+        if run.start:
+            run.saver.final = Path(run.cfg.output_dir) / f"checkpoint-{run.start}"
+            self.files(run.saver)
 
     def files(self, saver: Saver) -> None:
         """Keep the best checkpoint. The checkpoint that is being written counts, too."""

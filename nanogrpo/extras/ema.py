@@ -10,13 +10,11 @@ averages its own shards. Read before: nanogrpo/feature.py. Read next: extras/att
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from nanogrpo.config import Config, option
 from nanogrpo.distributed import fsdp
 from nanogrpo.engine.base import Engine, SamplingParams
 from nanogrpo.extras.wrapper import Wrapper
@@ -26,20 +24,6 @@ from nanogrpo.types import Prompt, Sample
 
 if TYPE_CHECKING:
     from nanogrpo.run.setup import Run
-
-
-@dataclass(frozen=True)
-class EMAOptions(Config):
-    """An average of the weights for evaluations."""
-
-    ema_decay: float = option(
-        0.0,
-        "evaluate a moving average of the weights, which keeps this share of itself at each step;"
-        " 0: evaluate the weights",
-        ">= 0",
-        "< 1",
-        needs="eval_steps",
-    )
 
 
 class EMA(Feature):

@@ -8,86 +8,19 @@ Read before: run/optim.py (the default optimizer and the other schedules).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanogrpo.config import Config, option
 from nanogrpo.errors import UserError
 from nanogrpo.feature import Feature
 from nanogrpo.run import optim
 
-# Schedules that the core lacks, each with its settings.
-# A run must set exactly one of the settings of its schedule.
-SCHEDULES = {
-    "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
-    "warmup_stable_decay": ("num_decay_steps",),
-}
-
-
-LR_SCHEDULER_TYPE = option(
-    "constant",
-    "learning rate after the warmup; the schedules are those of transformers",
-    choices=("constant", "constant_with_warmup", "linear", "cosine", *SCHEDULES),
-)  # instead of the core's
-
-
-@dataclass(frozen=True)
-class OptimOptions(Config):
-    """Other optimizers and schedules."""
-
-    optim: str = option(
-        "adamw_torch_fused",
-        "AdamW with float32 moments, or with 8-bit moments (pip install 'nanogrpo[torchao]')",
-        choices=("adamw_torch_fused", "adamw_torch_8bit"),
-        words={"adamw_torch": "adamw_torch_fused", "adamw_8bit": "adamw_torch_8bit"},
-    )
-    adam_beta1: float = option(0.9, "AdamW: decay of the mean of the gradients", ">= 0", "< 1")
-    adam_beta2: float = option(
-        0.999, "AdamW: decay of the mean of the squared gradients", ">= 0", "< 1"
-    )
-    adam_epsilon: float = option(
-        1e-8, "AdamW: constant added to the denominator, for stability", "> 0"
-    )
-    lr_scheduler_kwargs: dict[str, Any] | None = option(  # noqa: RUF009 (a field, like others)
-        None, 'JSON object with settings of the schedule, such as {"min_lr_rate": 0.1}'
-    )
-
-    def problems(self) -> Iterator[str]:
-        kind, given = self.lr_scheduler_type, self.lr_scheduler_kwargs or {}
-        known = SCHEDULES.get(kind, ())
-        for name, value in given.items():
-            if name not in known:
-                yield (
-                    f"--lr-scheduler-kwargs: --lr-scheduler-type {kind} has no setting {name}:"
-                    f" give {' or '.join(known) or 'none'}."
-                )
-            elif type(value) not in (int, float) or not 0 <= value < math.inf:
-                yield f"--lr-scheduler-kwargs: {name} is {value!r}: give a number, 0 or more."
-            elif name == "min_lr" and value >= self.learning_rate:
-                yield (
-                    f"--lr-scheduler-kwargs: min_lr {value} is not below --learning-rate"
-                    f" {self.learning_rate}: lower it."
-                )
-        if known and len(given) != 1:
-            yield (
-                f"--lr-scheduler-type {kind} needs {' or '.join(known)}: give exactly one in"
-                " --lr-scheduler-kwargs."
-            )
-
-    @property
-    def other_optimizer(self) -> bool:
-        """Whether any option of the optimizer or the schedule differs from its default."""
-        own = OptimOptions.__annotations__  # the names of the options above
-        return any(getattr(self, name) != getattr(OptimOptions, name) for name in own)
-
 
 class Optim(Feature):
-    def __init__(self, cfg: OptimOptions):
+    def __init__(self, cfg: Any):
         self.cfg = cfg
         self.made: torch.optim.Optimizer | None = None
 

@@ -18,14 +18,9 @@ from nanogrpo.cli import Options
 from nanogrpo.config import Config as Core
 from nanogrpo.config import dashed, free_option, option
 from nanogrpo.errors import UserError
-from nanogrpo.extras import trl_names, trl_objects
-from nanogrpo.extras.best import BestOptions
+from nanogrpo.extras import trl_names
 from nanogrpo.extras.dashboards import DashboardOptions
-from nanogrpo.extras.ema import EMAOptions
 from nanogrpo.extras.lora.options import LoRAOptions
-from nanogrpo.extras.optim import LR_SCHEDULER_TYPE, OptimOptions
-from nanogrpo.extras.reference import SyncReferenceOptions
-from nanogrpo.extras.sharding import ShardingOptions
 from nanogrpo.vllm.options import VLLMOptions
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # losses that average the same clipped term
@@ -244,6 +239,127 @@ class ResampleOptions(Core):
 
 
 @dataclass(frozen=True)
+class SyncReferenceOptions(Core):
+    """A reference model that follows the policy."""
+
+    sync_ref_model: bool = option(
+        False,
+        "update the reference model periodically: ref = alpha*policy + (1 - alpha)*ref",
+        needs="beta",
+    )
+    ref_model_mixup_alpha: float = option(
+        0.6,
+        "alpha, the policy's share; 1: the reference becomes a copy of the policy",
+        "> 0",
+        "<= 1",
+        needs="sync_ref_model",
+    )
+    ref_model_sync_steps: int = option(
+        512, "steps between these updates of the reference", "> 0", needs="sync_ref_model"
+    )
+
+    def problems(self) -> Iterator[str]:
+        if self.sync_ref_model and getattr(self, "lora_r", False):
+            yield (
+                "--sync-ref-model cannot be used with --lora-r, because the reference is then the"
+                " base without adapters: leave one of them out."
+            )
+
+
+# Schedules that the core lacks, each with its settings.
+# A run must set exactly one of the settings of its schedule.
+SCHEDULES = {
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
+    "warmup_stable_decay": ("num_decay_steps",),
+}
+
+
+LR_SCHEDULER_TYPE = option(
+    "constant",
+    "learning rate after the warmup; the schedules are those of transformers",
+    choices=("constant", "constant_with_warmup", "linear", "cosine", *SCHEDULES),
+)  # instead of the core's
+
+
+@dataclass(frozen=True)
+class OptimOptions(Core):
+    """Other optimizers and schedules."""
+
+    optim: str = option(
+        "adamw_torch_fused",
+        "AdamW with float32 moments, or with 8-bit moments (pip install 'nanogrpo[torchao]')",
+        choices=("adamw_torch_fused", "adamw_torch_8bit"),
+        words={"adamw_torch": "adamw_torch_fused", "adamw_8bit": "adamw_torch_8bit"},
+    )
+    adam_beta1: float = option(0.9, "AdamW: decay of the mean of the gradients", ">= 0", "< 1")
+    adam_beta2: float = option(
+        0.999, "AdamW: decay of the mean of the squared gradients", ">= 0", "< 1"
+    )
+    adam_epsilon: float = option(
+        1e-8, "AdamW: constant added to the denominator, for stability", "> 0"
+    )
+    lr_scheduler_kwargs: dict[str, Any] | None = option(  # noqa: RUF009 (a field, like others)
+        None, 'JSON object with settings of the schedule, such as {"min_lr_rate": 0.1}'
+    )
+
+    def problems(self) -> Iterator[str]:
+        kind, given = self.lr_scheduler_type, self.lr_scheduler_kwargs or {}
+        known = SCHEDULES.get(kind, ())
+        for name, value in given.items():
+            if name not in known:
+                yield (
+                    f"--lr-scheduler-kwargs: --lr-scheduler-type {kind} has no setting {name}:"
+                    f" give {' or '.join(known) or 'none'}."
+                )
+            elif type(value) not in (int, float) or not 0 <= value < math.inf:
+                yield f"--lr-scheduler-kwargs: {name} is {value!r}: give a number, 0 or more."
+            elif name == "min_lr" and value >= self.learning_rate:
+                yield (
+                    f"--lr-scheduler-kwargs: min_lr {value} is not below --learning-rate"
+                    f" {self.learning_rate}: lower it."
+                )
+        if known and len(given) != 1:
+            yield (
+                f"--lr-scheduler-type {kind} needs {' or '.join(known)}: give exactly one in"
+                " --lr-scheduler-kwargs."
+            )
+
+    @property
+    def other_optimizer(self) -> bool:
+        """Whether any option of the optimizer or the schedule differs from its default."""
+        own = OptimOptions.__annotations__  # the names of the options above
+        return any(getattr(self, name) != getattr(OptimOptions, name) for name in own)
+
+
+@dataclass(frozen=True)
+class ShardingOptions(Core):
+    """Sharding and determinism."""
+
+    cpu_offload: bool = free_option(
+        False,
+        "keep weights, gradients and optimizer state in host memory; copy each block to the GPU"
+        " when it runs",
+    )
+    reshard_after_forward: str = free_option(
+        "auto",
+        "free the gathered weights of a block after its forward pass (ZeRO-3), or keep them until"
+        " the optimizer step (ZeRO-2); auto: keep them on one GPU if its free memory allows it",
+        choices=("auto", "always", "never"),
+        words={"true": "always", "false": "never"},
+    )
+    reduce_gradients: str = free_option(
+        "auto",
+        "reduce gradients over the GPUs once per optimizer step, or after each micro-batch, which"
+        " needs almost 4 bytes less per weight but communicates more; auto: by free memory",
+        choices=("auto", "step", "micro_batch"),
+    )
+    full_determinism: bool = option(
+        False,
+        "use only deterministic operations on a GPU; the backward pass of attention gets slower",
+    )
+
+
+@dataclass(frozen=True)
 class ToolsOptions(Core):
     """Tools, environments and rollout functions."""
 
@@ -304,6 +420,44 @@ class DataOptions(Core):
         "train", "split to train on, of a data set of the hub or a saved DatasetDict"
     )
     dataset_test_split: str = free_option("test", "split of such a data set to evaluate on")
+
+
+@dataclass(frozen=True)
+class BestOptions(Core):
+    """The best checkpoint."""
+
+    load_best_model_at_end: bool = free_option(
+        False,
+        "also keep the best checkpoint by evaluation, and name it at the end",
+        needs="eval_steps",
+    )
+    metric_for_best_model: str = free_option(
+        "reward",
+        "name of the evaluation metric that should be highest, such as accuracy_reward",
+    )
+
+    def problems(self) -> Iterator[str]:
+        every = self.save_steps % self.eval_steps if self.eval_steps else 0
+        if self.load_best_model_at_end and self.eval_steps and (not self.save_steps or every):
+            yield (
+                "--load-best-model-at-end compares checkpoints that were evaluated, but"
+                f" --save-steps {self.save_steps} is not a multiple of --eval-steps"
+                f" {self.eval_steps}: choose a multiple."
+            )
+
+
+@dataclass(frozen=True)
+class EMAOptions(Core):
+    """An average of the weights for evaluations."""
+
+    ema_decay: float = option(
+        0.0,
+        "evaluate a moving average of the weights, which keeps this share of itself at each step;"
+        " 0: evaluate the weights",
+        ">= 0",
+        "< 1",
+        needs="eval_steps",
+    )
 
 
 @dataclass(frozen=True)
@@ -372,6 +526,8 @@ class Config(  # the last base class comes first in `--help-all`
 
         >>> Config.from_trl(GRPOConfig(output_dir="a", beta=0.1), model="Qwen/Qwen3-0.6B", lora_r=8)
         """
+        from nanogrpo.extras import trl_objects  # which imports torch
+
         notes = trl_names.Notes()
         options = layer(trl_objects.options_of(args, **given), notes, cls)
         options = trl_names.translate(options, notes)

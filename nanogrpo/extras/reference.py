@@ -8,14 +8,11 @@ the tensors that a checkpoint needs to resume the run. Read before: nanogrpo/fea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from nanogrpo.config import Config, option
 from nanogrpo.distributed import fsdp
 from nanogrpo.feature import Feature
 
@@ -23,34 +20,6 @@ if TYPE_CHECKING:
     from nanogrpo.model.decoder import Decoder
     from nanogrpo.run.setup import Run
     from nanogrpo.types import Sample
-
-
-@dataclass(frozen=True)
-class SyncReferenceOptions(Config):
-    """A reference model that follows the policy."""
-
-    sync_ref_model: bool = option(
-        False,
-        "update the reference model periodically: ref = alpha*policy + (1 - alpha)*ref",
-        needs="beta",
-    )
-    ref_model_mixup_alpha: float = option(
-        0.6,
-        "alpha, the policy's share; 1: the reference becomes a copy of the policy",
-        "> 0",
-        "<= 1",
-        needs="sync_ref_model",
-    )
-    ref_model_sync_steps: int = option(
-        512, "steps between these updates of the reference", "> 0", needs="sync_ref_model"
-    )
-
-    def problems(self) -> Iterator[str]:
-        if self.sync_ref_model and getattr(self, "lora_r", False):
-            yield (
-                "--sync-ref-model cannot be used with --lora-r, because the reference is then the"
-                " base without adapters: leave one of them out."
-            )
 
 
 class SyncReference(Feature):

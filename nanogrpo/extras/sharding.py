@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from nanogrpo.config import Config, free_option, option
 from nanogrpo.distributed.fsdp import Sharding
 from nanogrpo.feature import Feature
 
@@ -28,34 +26,6 @@ KEPT = """
     aten.mm. aten.addmm. mkldnn._linear_pointwise
     _scaled_dot_product_ varlen_attn _flash_attention_forward flash_attn
 """
-
-
-@dataclass(frozen=True)
-class ShardingOptions(Config):
-    """Sharding and determinism."""
-
-    cpu_offload: bool = free_option(
-        False,
-        "keep weights, gradients and optimizer state in host memory; copy each block to the GPU"
-        " when it runs",
-    )
-    reshard_after_forward: str = free_option(
-        "auto",
-        "free the gathered weights of a block after its forward pass (ZeRO-3), or keep them until"
-        " the optimizer step (ZeRO-2); auto: keep them on one GPU if its free memory allows it",
-        choices=("auto", "always", "never"),
-        words={"true": "always", "false": "never"},
-    )
-    reduce_gradients: str = free_option(
-        "auto",
-        "reduce gradients over the GPUs once per optimizer step, or after each micro-batch, which"
-        " needs almost 4 bytes less per weight but communicates more; auto: by free memory",
-        choices=("auto", "step", "micro_batch"),
-    )
-    full_determinism: bool = option(
-        False,
-        "use only deterministic operations on a GPU; the backward pass of attention gets slower",
-    )
 
 
 class Sharded(Feature):

@@ -57,13 +57,15 @@ def test_the_metric_may_have_any_of_its_names():
 
 
 def test_the_best_checkpoint_of_a_run_is_named_at_the_end(rows_of, tmp_path, capsys):
-    rows_of(
+    options = (
         "--eval-data FILES/data.jsonl --eval-steps 1 --save-steps 1 --eval-samples 4"
         " --load-best-model-at-end --save-total-limit 1"
     )
+    rows_of(options)
+    rows_of(f"{options} --resume")  # the run is finished
     found = lines(tmp_path)
     scores = {row["eval/after"]: row["eval/reward"] for row in found if row.get("eval/after")}
     best = max(scores, key=lambda step: scores[step])
-    assert f"the model is in {tmp_path}/checkpoint-{best};" in capsys.readouterr().err
+    assert capsys.readouterr().err.count(f"the model is in {tmp_path}/checkpoint-{best};") == 2
     left = {path.name for path in checkpoint.checkpoints(str(tmp_path))}
     assert left == {f"checkpoint-{best}", "checkpoint-3"}
