@@ -27,7 +27,7 @@ from nanogrpo.errors import UserError, read_json
 from nanogrpo.extras.data.sources import Sources
 from nanogrpo.extras.lora import adapters
 from nanogrpo.extras.reward_model import RewardModel
-from nanogrpo.logs.files import read_records
+from nanogrpo.extras.view.data import Run
 from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.run import output
@@ -232,7 +232,7 @@ def log(base: Path, folder: Path) -> Reader:
     path = folder / "metrics.jsonl"
     rows = [{"run": {}}, {"step": 0, "reward": 1.0}, {"step": 0, "eval/after": 1}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path, lambda: list(read_records(path))
+    return path, lambda: Run(folder).index()
 
 
 def any_json(base: Path, folder: Path) -> Reader:

@@ -24,11 +24,15 @@ def read_records(path: Path) -> Iterator[dict]:
         lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            yield dict(json.loads(line))
-        except (ValueError, TypeError, RecursionError) as e:
-            if number < len(lines):
-                message = f"{path}:{number} is not a record of a run: fix or remove this line."
-                raise UserError(message) from e
+            record = dict(json.loads(line))
+            good = type(record.get("step", 0)) is int and type(record.get("run", {})) is dict
+        except (ValueError, TypeError, RecursionError):
+            if number == len(lines):
+                return
+            good = False
+        if not good:
+            raise UserError(f"{path}:{number} is not a record of a run: fix or remove this line.")
+        yield record
 
 
 def set_aside(path: Path) -> Path:

@@ -59,6 +59,8 @@ def test_runs_become_one_picture_with_their_curves_and_held_out_values(
         (b"", [], "no metric matches reward rewards/*/mean"),
         (row(0).encode(), ["--metrics", "rewad"], "no metric matches rewad: the log has ['ent"),
         (b"[1]\n" + row(0).encode(), [], "metrics.jsonl:1 is not a record of a run"),
+        (b'{"step": "a"}', [], "metrics.jsonl:1 is not a record of a run"),
+        (b'{"run": []}', [], "metrics.jsonl:1 is not a record of a run"),
         (row(0).encode(), ["--out", "nowhere/a.png"], "--out nowhere/a.png cannot be written"),
         (None, [], "metrics.jsonl cannot be read (No such file or directory): give the output"),
     ],
