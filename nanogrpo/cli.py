@@ -132,11 +132,24 @@ def parse(argv: Sequence[str] | None, kind: type[C], program: argparse.ArgumentP
     return resolve(vars(known), kind)
 
 
+def once(pairs: list[tuple[str, Any]]) -> Options:
+    """Return the options of a file as a dict. Raises ValueError if an option occurs twice."""
+    out: Options = {}
+    for name, value in pairs:
+        if name in out:
+            raise ValueError(f"{name} is given twice")
+        out[name] = value
+    return out
+
+
+read_options = functools.partial(read_json, object_pairs_hook=once)
+
+
 def resolve(
     given: Options,
     kind: type[C],
     profiles: Mapping[str, Options] = PROFILES,
-    read: Callable[[Path], Options] = read_json,
+    read: Callable[[Path], Options] = read_options,
     translate: Callable[[Options], Options] = lambda given: given,
 ) -> C:
     """Return the Config of a command line's options, which may name a profile and a file.

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]")
 
@@ -60,11 +61,14 @@ def reading(
         raise UserError(f"{where} {problem} ({reason}): {advice}.") from e
 
 
-def read_json(path: Path) -> dict:
-    """Return the object in a JSON file. Raises UserError if the file is missing or damaged."""
+def read_json(path: Path, **how: Any) -> dict:
+    """Return the object in a JSON file. Raises UserError if the file is missing or damaged.
+
+    how: arguments of json.loads.
+    """
     with reading(path, problem="is not valid JSON"):
         try:
-            value = json.loads(path.read_bytes())
+            value = json.loads(path.read_bytes(), **how)
         except FileNotFoundError:
             raise UserError(f"{path} is missing: check the path, or restore the file.") from None
     if not isinstance(value, dict):
@@ -73,25 +77,13 @@ def read_json(path: Path) -> dict:
 
 
 def unwritten(path: Path, error: BaseException) -> UserError:
-    """Return the error of a file or folder that could not be written. The message says "make room"
-    only if more room would help.
+    """Return the error of a file or folder that could not be written. If a disk is full, torch only
+    says "enforce fail", because it wrote fewer bytes than it should.
     """
-    reason = first_sentence(error)
-    # "enforce fail": torch wrote fewer bytes than it should
-    full = re.search("No space|quota exceeded|too large|enforce fail", reason)
-    room = "make room or " if full else ""
     return UserError(
-        f"{path} could not be written ({reason}): {room}choose another folder; earlier files are "
-        "intact."
+        f"{path} could not be written ({first_sentence(error)}): choose another folder, or make "
+        "room if the disk is full; earlier files are intact."
     )
-
-
-def text_of(error: BaseException) -> str:
-    """Return the text of an exception. A user's exception may have a `__str__` that raises."""
-    try:
-        return str(error)
-    except BaseException as another:  # the user's code may raise anything
-        return f"its text raises {type(another).__name__}"
 
 
 def first_sentence(error: BaseException) -> str:
@@ -103,7 +95,7 @@ def first_sentence(error: BaseException) -> str:
     if failures := getattr(error, "failures", None):
         error = next(iter(failures.values()))[0]
     # `strerror` omits the path
-    lines = str(getattr(error, "strerror", None) or text_of(error)).strip().splitlines() or [
+    lines = str(getattr(error, "strerror", None) or error).strip().splitlines() or [
         type(error).__name__
     ]
     return re.sub(r"^\[(\S+:|Errno )\d+\] ", "", lines[0]).split(". ")[0].rstrip(".")[:500]

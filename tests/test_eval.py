@@ -11,7 +11,7 @@ import os
 import pytest
 
 import train
-from nanogrpo.extras import commands
+from nanogrpo.extras import commandline, commands
 from nanogrpo.logs import metrics
 from nanogrpo.logs.metrics import Facts
 from tests.conftest import arguments, lines
@@ -53,7 +53,7 @@ def test_pass_at_k_is_reported_for_rewards_of_0_and_1_only():
 
 
 def test_it_writes_every_completion_and_the_same_numbers_as_training(
-    tiny_base, files, data, tmp_path, capsys
+    tiny_base, files, data, tmp_path, capsys, monkeypatch
 ):
     sampled = ["--num-generations-eval", "4", "--eval-temperature", "1.5"]
     rewards = ["--reward-funcs", f"{files / 'reward.py'}:even", "format"]
@@ -86,6 +86,9 @@ def test_it_writes_every_completion_and_the_same_numbers_as_training(
     last = next(row for row in lines(tmp_path / "run") if row.get("eval/after") == 1)
     assert again["metrics"] == {name: last[name] for name in again["metrics"]}
     assert f'"data": ["{data}"]' in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")  # only one rank prints the options
+    assert commandline.of_run(f"{tmp_path}/run/checkpoint-1", "data") == {"data": [f"{data}"]}
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ import yaml
 
 from nanogrpo import cli
 from nanogrpo.config import dashed
-from nanogrpo.errors import UserError, read_json, reading
+from nanogrpo.errors import UserError, reading
 from nanogrpo.extras import trl_names
 from nanogrpo.extras.options import FIELDS, Config, layer, rules_of
 from nanogrpo.extras.profiles import PROFILES
@@ -30,10 +31,15 @@ from nanogrpo.logs.progress import print_line
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's loader, which TRL uses, too, with one change: 1e-6 is a number everywhere.
+    """PyYAML's loader, which TRL uses, too, with two changes: 1e-6 is a number everywhere, and no
+    name may occur twice.
 
     The loader reads YAML 1.1, in which 010 is 8.
     """
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        cli.once([(key.value, None) for key, _ in node.value])
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -84,7 +90,7 @@ def parse(
     notes.check()
 
     def read(path: Path) -> cli.Options:
-        raw = _read_yaml(path) if path.suffix in (".yaml", ".yml") else read_json(path)
+        raw = _read_yaml(path) if path.suffix in (".yaml", ".yml") else cli.read_options(path)
         out = layer(raw, notes, kind)
         notes.check(f"{path}: ")
         return out
@@ -118,7 +124,7 @@ def of_run(model: str, taken: str) -> cli.Options:
         and v not in (None, [], FIELDS[n].default)
         and "from Python" not in str(v)  # a function or data that no option can name
     }
-    if found:
+    if found and os.environ.get("RANK", "0") == "0":
         print_line(f"options of the run {log.parent}: {json.dumps(found, ensure_ascii=False)}")
     return found
 

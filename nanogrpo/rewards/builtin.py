@@ -111,8 +111,6 @@ def load_function(spec: str) -> Callable:
     function = BUILT_IN.get(name.removesuffix("_reward"))  # the suffix of TRL's names
     if function is None:
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
-        if "." in name:  # as in TRL's command line
-            near = [":".join(name.rsplit(".", 1))]
         raise UserError(
             f"--reward-funcs: {name!r} is neither package.module:name nor path/file.py:name, nor "
             f"one of {', '.join(BUILT_IN)}, … (docs/rewards.md)"

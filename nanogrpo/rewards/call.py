@@ -37,7 +37,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanogrpo.errors import UserError, text_of
+from nanogrpo.errors import UserError
 
 
 class TrainerState(NamedTuple):
@@ -117,7 +117,7 @@ def call(function: Callable, arguments: dict, shared: dict) -> tuple[list, list,
             if not frame.f_globals.get("__name__", "").startswith("nanogrpo.")
         )
         raise UserError(
-            f"the reward function {name} raised {type(error).__name__}: {text_of(error)} (at "
+            f"the reward function {name} raised {type(error).__name__}: {error} (at "
             f"{next(lines, 'its call')}); fix the function"
         ) from error
     if not is_list or len(values) != size:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from nanogrpo.errors import UserError, text_of
+from nanogrpo.errors import UserError
 
 
 def load(spec: str, option: str) -> Callable:
@@ -37,7 +37,7 @@ def load(spec: str, option: str) -> Callable:
         module = importlib.import_module(file if where.endswith(".py") else where)
     except (Exception, SystemExit) as error:  # the user's module may raise anything
         raise UserError(
-            f"{option}: importing {where!r} raised {type(error).__name__}: {text_of(error)}; "
+            f"{option}: importing {where!r} raised {type(error).__name__}: {error}; "
             "fix the file or its path"
         ) from error
     if not callable(function := getattr(module, name, None)):
@@ -126,7 +126,7 @@ def bind(function: Callable, arguments: dict[str, Any], spec: str) -> Callable:
         raise UserError(
             f"{OPTION}: {spec!r} takes neither completions nor **kwargs, so it must make a reward "
             f"function, but with these arguments it raised {type(error).__name__}: "
-            f"{text_of(error)}; give arguments that fit {signature} as "
+            f"{error}; give arguments that fit {signature} as "
             f"{split_arguments(spec)[0]}:key=value,key=value"
         ) from error
 

@@ -19,8 +19,6 @@ import faulthandler
 import os
 import pickle
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import time
@@ -31,7 +29,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from nanogrpo.distributed.parent import Console, signaled_with
-from nanogrpo.errors import UserError, text_of
+from nanogrpo.errors import UserError
 from nanogrpo.rewards.call import call, name_of, users_code
 from nanogrpo.rewards.plugin import load_reward
 
@@ -64,10 +62,6 @@ class RewardProcess:
     def start(self) -> None:
         """Start the process and wait for its imports. Raises UserError if they fail."""
         self.connection, theirs = Pipe()
-        # `poll` limits the wait for the first byte of an answer; the socket options limit the rest.
-        with socket.socket(fileno=os.dup(self.connection.fileno())) as own:
-            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                own.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", IMPORT_TIMEOUT, 0))
         program = (
             f"import sys; sys.path[:] = {sys.path}; from nanogrpo.rewards.process import main; "
             f"main({theirs.fileno()}, {os.getpid()})"
@@ -137,7 +131,7 @@ def _kill(process: subprocess.Popen, connection: Connection) -> None:
 def _not_copied(error: Exception) -> str:
     return (
         "the data cannot be copied to the process of the reward functions "
-        f"({type(error).__name__}: {text_of(error)}): use plain values, or --reward-timeout 0"
+        f"({type(error).__name__}: {error}): use plain values, or --reward-timeout 0"
     )
 
 

@@ -237,7 +237,7 @@ def test_a_save_that_fails_on_one_rank_is_reported_once_and_ends_all(tied_base, 
     (report,) = reports(ranks)
     assert re.fullmatch(
         r"error: \S+checkpoint-4 could not be written \(No space left on device\): "
-        r"make room .* are intact\.",
+        r"choose .* are intact\.",
         report,
     )
     left = [p.name for p in sorted(tmp_path.iterdir())]

@@ -41,17 +41,6 @@ raises = fails_on_prompt_3("raises", lambda: 1 / 0)
 calls_exit = fails_on_prompt_3("calls_exit", lambda: sys.exit(3))
 
 
-class Unprintable(Exception):
-    """An exception without a message: making it fails."""
-
-    def __str__(self):
-        raise SystemExit(0)
-
-
-def raises_unprintable(prompts, **kwargs):
-    raise Unprintable
-
-
 def write_to_connection(data):
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # no longer open, or only for reading
@@ -61,11 +50,6 @@ def write_to_connection(data):
 
 def writes_to_its_connection(prompts, **kwargs):
     write_to_connection(b"hello\n")
-    time.sleep(1000)
-
-
-def writes_a_part(prompts, **kwargs):
-    write_to_connection(b"h")
     time.sleep(1000)
 
 

@@ -14,7 +14,6 @@ import types
 import pytest
 
 from nanogrpo.errors import UserError
-from nanogrpo.rewards import process as reward_process
 from nanogrpo.rewards.call import TrainerState
 from nanogrpo.rewards.scorer import MAX_LOST
 from tests.rewards.conftest import FUNCTIONS, groups, make_samples, runner
@@ -126,11 +125,8 @@ def test_a_hang_or_crash_loses_the_step_and_after_three_the_run_ends(caplog, nam
         own.score(groups())
 
 
-@pytest.mark.parametrize(
-    "name", ["writes_to_its_connection", "writes_a_part", "writes_without_end"]
-)
-def test_code_that_writes_to_the_connection_loses_the_step(monkeypatch, name):
-    monkeypatch.setattr(reward_process, "IMPORT_TIMEOUT", 5)
+@pytest.mark.parametrize("name", ["writes_to_its_connection", "writes_without_end"])
+def test_code_that_writes_to_the_connection_loses_the_step(name):
     own = runner(*named(name), timeout=60)
     own.score(samples := groups(2))
     assert rewards(samples) == [None] * 4
@@ -154,7 +150,6 @@ def test_a_mistake_gives_the_same_error_with_and_without_the_process(timeout):
         "awaits_and_is_cancelled": "CancelledError: judge",
         "logs_in_eval": "ValueError: log_metric('eval/reward', 0.5) needs",
         "logs_too_much": "ValueError: log_metric('large', 1e+308) needs",
-        "raises_unprintable": "Unprintable: its text raises SystemExit",
     }.items():
         own = runner(*named(name), timeout=timeout)
         with pytest.raises(UserError) as caught:

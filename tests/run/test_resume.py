@@ -116,7 +116,7 @@ def test_a_disk_that_fills_up_while_saving_leaves_the_earlier_checkpoint(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     with pytest.raises(
-        UserError, match=rf"^{tmp_path}/run/checkpoint-2 could not be written \([^\n]*\): make room"
+        UserError, match=rf"^{tmp_path}/run/checkpoint-2 could not be written \([^\n]*\): choose"
     ):
         run.saver.finish()
     assert run.saver.failure() is None

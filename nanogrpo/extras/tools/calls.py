@@ -31,7 +31,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 from nanogrpo.engine.base import stream
-from nanogrpo.errors import UserError, text_of
+from nanogrpo.errors import UserError
 from nanogrpo.extras.options import Config
 from nanogrpo.extras.tools.environments import Environments, methods
 from nanogrpo.extras.tools.timelimit import limited
@@ -405,7 +405,7 @@ def converted(text: str, schema: dict) -> Any:
 
 def failed(error: Any) -> Answer:
     """error: a string or an exception."""
-    return Answer(readable({"error": text_of(error) or type(error).__name__}), failed=True)
+    return Answer(readable({"error": str(error) or type(error).__name__}), failed=True)
 
 
 def readable(result: object) -> str:

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from nanogrpo.errors import UserError, text_of
+from nanogrpo.errors import UserError
 from nanogrpo.extras.tools.timelimit import limited
 from nanogrpo.types import Prompt
 
@@ -62,7 +62,7 @@ class Environments:
             return limited(function, self.timeout)
         except (Exception, SystemExit) as e:  # the user's code may raise anything
             raise UserError(
-                f"--environment-factory: {what} raised {type(e).__name__}: {text_of(e)}; fix it."
+                f"--environment-factory: {what} raised {type(e).__name__}: {e}; fix it."
             ) from e
 
     def reward(self) -> Callable | None:

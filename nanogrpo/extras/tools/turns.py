@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from nanogrpo.engine.base import Engine, SamplingParams, stream
-from nanogrpo.errors import UserError, text_of
+from nanogrpo.errors import UserError
 from nanogrpo.extras.wrapper import Wrapper
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.rewards.call import name_of, users_code
@@ -179,7 +179,7 @@ class TurnsEngine(Wrapper):
             raise
         # The user's code may raise anything, and sys.exit(0) must not look like success.
         except (Exception, SystemExit) as e:
-            kind, text = type(e).__name__, text_of(e)
+            kind, text = type(e).__name__, str(e)
             raise UserError(f"{self.name} raised {kind}: {text}; fix the function.") from e
         while turns.turn([], [], done=True):  # wait while other ranks have more turns
             pass
