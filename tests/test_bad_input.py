@@ -142,6 +142,14 @@ MODELS = {
             "factor": {"rope_parameters": {"rope_type": "linear", "factor": "a"}},
         }.items()
     },
+    **{
+        f"{name} {x}": (
+            set_fields(**{"rope_parameters": None, name: x}),
+            rf"config\.json: {name} {x} is not supported; it must be .a number above 0",
+        )
+        for name, x in [("rms_norm_eps", 0), ("rms_norm_eps", -1e-6), ("rope_theta", 0)]
+        + [("rope_theta", -1e4), ("rope_theta", float("inf"))]
+    },
     "layers of another kind": (
         set_fields(layer_types=["full_attention", "sliding_attention"]),
         "layer_types 'sliding_attention' is not supported; it must be \"full_attention\"",

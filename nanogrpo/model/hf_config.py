@@ -6,6 +6,7 @@ or a UserError that names a field. Read next: decoder.py, which uses the configu
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,13 +92,16 @@ class ModelConfig:
         scaled = angles.get("rope_type", angles.get("type", "default"))
         check(where, "rope_type", scaled, ["default", *SCALINGS])
         scaling = scaled in SCALINGS and SCALINGS[scaled](scaled, angles, raw, where)
-        theta = angles.get("rope_theta") or raw.get("rope_theta") or 10_000.0
+        theta = angles.get("rope_theta", raw.get("rope_theta", 10_000.0))
         heads = raw["num_attention_heads"]
         # Qwen3's default head size is a constant, which may differ from D / H
         size = 128 if kind == "qwen3" else raw["hidden_size"] // heads
         names = ModelConfig.__annotations__  # of the fields
         given = {name: raw[name] for name in names if raw.get(name) is not None}
-        found = {"head_dim": size, "num_key_value_heads": heads, **given}
+        found = {"head_dim": size, "num_key_value_heads": heads, **given, "rope_theta": theta}
+        for name in ("rope_theta", "rms_norm_eps"):
+            x = found.get(name, 1e-6)
+            check(where, name, x, [x if 0 < x < math.inf else "a number above 0"])
         return cls(**{**found, "rope_theta": float(theta), "rope_scaling": scaling or None})
 
     def to_dict(self) -> dict:
