@@ -55,6 +55,7 @@ def test_a_conversation_ends_with_the_input(tiny_base, monkeypatch, capsys):
         (["nope"], "there is no such folder"),
         (["x", "--learning-rate", "1"], "--learning-rate is not an option"),
         (["x", "--temperature", "-1"], "it must be > 0"),
+        (["x", "--chat-template-kwargs", '{"y": 1}'], "--chat-template-kwargs sets y, but"),
         (["x"], "the conversation has"),
     ],
 )

@@ -220,6 +220,21 @@ def test_a_default_run_loads_no_extra(tmp_path):
     run("-c", program, cwd=ROOT, path=[ROOT])
 
 
+def test_programs_that_only_read_a_log_start_without_torch():
+    program = "import nanogrpo.extras.view.server, nanogrpo.extras.plot, sys"
+    run("-c", f"{program}; sys.exit('torch' in sys.modules)", cwd=ROOT, path=[ROOT])
+
+
+@pytest.mark.parametrize("options", [[], ["train", "--help-all"]])
+def test_the_help_ends_quietly_if_its_reader_has_ended(options):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "nanogrpo", *options]
+    with os.fdopen(writer) as out:
+        done = subprocess.run(command, cwd=ROOT, stdout=out, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def size(names: Sequence[str]) -> int:
     """Return the number of code tokens of files."""
     count = 0

@@ -19,7 +19,7 @@ from collections.abc import Generator
 import torch
 
 from nanogrpo import cli
-from nanogrpo.data.prompts import system_prompt
+from nanogrpo.data.prompts import load, system_prompt
 from nanogrpo.distributed.world import join
 from nanogrpo.engine.local import LocalEngine
 from nanogrpo.errors import UserError
@@ -49,6 +49,7 @@ class Chat:
     def __init__(self, cfg: Config, device: torch.device | str):
         self.cfg, source = cfg, checkpoint.locate(cfg.model)
         self.tokenizer = Tokenizer(source)
+        load(cfg, self.tokenizer, [])  # checks --chat-template-kwargs
         kind = type(empty_model(source, attach(cfg)))
         model = checkpoint.load_model(source, device=device, kind=kind)
         self.max_len = min(model.cfg.max_position_embeddings, MAX_CONTEXT)

@@ -52,25 +52,29 @@ def script(name: str) -> Path:
     return installed if installed.exists() else package.parent / name
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run a command, and return its exit status. train.py and serve.py report errors themselves."""
-    command, *options = (sys.argv[1:] if argv is None else argv) or ["--help"]
+def run(command: str, *options: str) -> None:
     if command in ("-h", "--help"):
         print(HELP)
-        return 0
-    if command in ("train", "serve"):
+    elif command in ("train", "serve"):  # which report errors themselves, and exit
         sys.argv[1:] = options
         runpy.run_path(str(script(f"{command}.py")), run_name="__main__")
-        return 0
-    try:
-        if command not in MODULES:
-            raise UserError(f"nanogrpo has no command {command}: see --help.")
+    elif command not in MODULES:
+        raise UserError(f"nanogrpo has no command {command}: see --help.")
+    else:
         module = importlib.import_module(MODULES[command])
         if command in WITHOUT_OPTIONS and "-" in "".join(options)[:1]:
             print(module.__doc__)
         else:
-            module.main(options)
-        sys.stdout.flush()
+            module.main([*options])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command, and return its exit status."""
+    try:
+        try:
+            run(*((sys.argv[1:] if argv is None else argv) or ["--help"]))
+        finally:
+            sys.stdout.flush()
     # FloatingPointError: the logits are not finite; UnicodeDecodeError: the input is not UTF-8
     except (UserError, FloatingPointError, UnicodeDecodeError) as e:
         print(f"error: {e}", file=sys.stderr)
