@@ -172,7 +172,7 @@ IGNORED = table(
     use_liger_kernel liger_kernel_config torch_compile torch_compile_backend torch_compile_mode
         a GPU uses our fused kernels, unless `--kernels` is torch
     attn_implementation
-        a GPU uses flash-attn 4 if it is installed, otherwise torch's own FlashAttention
+        a GPU uses torch's FlashAttention, or the backend that `NANOGRPO_ATTENTION` names
     use_cache use_transformers_continuous_batching transformers_continuous_batching_config
     use_transformers_paged
         the local engine has a key-value cache and always batches continuously
