@@ -15,6 +15,7 @@ import atexit
 import functools
 import importlib
 import importlib.util
+import json
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -115,6 +116,30 @@ ROWS = {
         base={"tie_word_embeddings": True},
         tolerance=1e-6,
     ),
+    "two teachers": Row(
+        "--teacher-column t --reward-coef 0.5 --num-iterations 2",
+        recipe="distill",
+        prepare=lambda folder: _teachers(folder),
+        tolerance=1e-6,
+    ),
+    "two teachers, over the full vocabulary": Row(
+        "--jsd-beta 0.5 --reward-coef 0.5 --token-budget 60",
+        base={"tie_word_embeddings": True},
+        recipe="distill",
+        prepare=lambda folder: _teachers(folder),
+        tolerance=1e-6,
+    ),
+    "hints": Row(
+        "--hint-column t --reward-coef 0.5 --num-iterations 2 --token-budget 60",
+        recipe="self_distill",
+        prepare=lambda folder: _teachers(folder)[-2:],
+        tolerance=1e-6,
+    ),
+    "evolution": Row(
+        "--sigma 0.1 --learning-rate 0.03 --beta 0.05",
+        recipe="evolution",
+        tolerance=1e-4,  # the ratio of the policy to the weights that sampled is far from 1
+    ),
     "8-bit optimizer": Row(
         # each rank has its own blocks, so the rounding differs
         "--optim adamw_torch_8bit",
@@ -134,6 +159,16 @@ def _some_prompts(folder: Path) -> list[str]:
         "    return [sum(ids) % 7 if '1' in p or '3' in p else 1.0 for p, ids in pairs]\n"
     )
     return ["--reward-funcs", f"{folder / 'some.py'}:some"]
+
+
+def _teachers(folder: Path) -> list[str]:
+    """Two of three prompts have a number in the column t."""
+    small = write_base(folder / "small", seed=2, hidden_size=32, num_hidden_layers=1)
+    rows = [{"prompt": f"{i}+{i}=", "t": (0, 1, None)[i % 3]} for i in range(12)]
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    teachers = str(write_base(folder / "teacher", seed=1)), str(small)
+    return ["--teacher", *teachers, "--data", str(data)]
 
 
 def _doubler(folder: Path) -> list[str]:

@@ -47,22 +47,18 @@ extras, off by default (--help-all has their options, and says more about each o
 """
 
 
-def parse(argv: Sequence[str] | None = None, given: Any = NOTHING) -> Config:
+def parse(argv: Sequence[str] | None = None) -> Config:
     """Return the options of a run, not yet validated. If the core's `Config` does not accept the
-    options, the full `Config` reads them, and its error messages cover all options. The options of
-    a recipe replace the full `Config` (extras/recipe.py).
+    options, the full `Config` reads them, and its error messages cover all options.
     """
-    more = {"kind": given.options} if getattr(given, "options", None) else {}
     try:
-        if not more:
-            cfg = cli.parse(argv, Config, cli.parser(Config, epilog=SUMMARY))
-            cfg.validate()
-            return cfg
+        cfg = cli.parse(argv, Config, cli.parser(Config, epilog=SUMMARY))
+        cfg.validate()
     except UserError:
-        pass
-    from nanogrpo.extras.commandline import parse as parse_all
+        from nanogrpo.extras.commandline import parse as parse_all
 
-    return parse_all(argv, **more)
+        return parse_all(argv)
+    return cfg
 
 
 def attach(cfg: Config, given: Given = NOTHING) -> list[Feature]:

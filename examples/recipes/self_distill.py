@@ -1,0 +1,89 @@
+"""Self-distillation: the teacher is the model itself, with a hint in its prompt.
+
+    python examples/recipes/self_distill.py --model M --data D --hint-column solution …
+
+The policy π answers the prompt x. The same weights read x together with a hint h, such as the
+reference answer, a worked solution or the feedback on an earlier attempt, and judge each token of
+the answer. So the model learns to do without the hint, and needs no other model:
+
+    A_t = reward_coef · A_group - hint_coef · (log π(y_t | x, y_<t) - log π(y_t | x, h, y_<t))
+
+With `reward_coef` 0, the default, the loss is the reverse KL between the two, on samples of the
+policy: the sampled-token loss of SDPO (Hübotter et al. 2026, 2601.20802) and of SDFT (Shenfeld et
+al. 2026, 2601.19897), where h is a demonstration. A test compares its gradient with TRL's. The
+teacher has the weights at the start of the step. A prompt whose column is empty has no teacher.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from nanogrpo import Config
+from nanogrpo.config import option
+from nanogrpo.errors import UserError
+from nanogrpo.extras.recipe import main
+from nanogrpo.feature import Feature
+from nanogrpo.grpo import packing
+from nanogrpo.grpo.schedule import Piece, Update
+from nanogrpo.step import logp
+from nanogrpo.types import Prompt, Sample
+
+
+@dataclass(frozen=True)
+class Options(Config):
+    hint_column: str = option("", "column with the hint", required="name a column of the data")
+    hint_template: str = option("{prompt}\n\nHint: {hint}", "the teacher's last message")
+    hint_coef: float = option(1.0, "factor of the divergence from the teacher", "> 0")
+    reward_coef: float = option(0.0, "factor of the rewards' advantages", ">= 0")
+
+    def problems(self):
+        if self.tools or self.environment_factory or self.rollout:
+            yield "the teacher reads no output of tools: leave out --tools and --rollout."
+
+
+class SelfDistill(Feature):
+    all_gradients = True  # a completion whose advantage is 0 has a gradient, too
+
+    def __init__(self, cfg):
+        self.cfg = cfg
+
+    def encode(self, prompt, variables, folder, tokenize):
+        """Set `prompt.hinted`, the token ids of the prompt with its hint."""
+        plain, hint = prompt.text, prompt.columns.get(self.cfg.hint_column)
+        if hint:
+            *before, last = [plain] if isinstance(plain, str) else plain
+            text = last if isinstance(last, str) else last["content"]
+            text = self.cfg.hint_template.format(prompt=text, hint=hint)
+            prompt.text = text if isinstance(plain, str) else [*before, {**last, "content": text}]
+        prompt.hinted, prompt.text = tokenize(), plain
+
+    def running(self, run):
+        if not any(self.cfg.hint_column in prompt.columns for prompt in run.prompts):
+            raise UserError(f"--hint-column {self.cfg.hint_column}: the data has no such column.")
+
+    def scored(self, run, samples, step):
+        """Collect the hinted prompts on every rank, because samples may move between ranks."""
+        self.hinted = run.world.concat([sample.prompt.hinted for sample in samples])
+
+    def batches(self, run, batches):
+        for batch in batches:
+            ids, counts = batch.sample.unique_consecutive(return_counts=True)
+            texts = zip(ids.tolist(), batch.targets.split(counts.tolist()))
+            samples = {
+                i: Sample(Prompt(i, "", self.hinted[i]), 0, y.tolist(), [0.0] * len(y), True, [])
+                for i, y in texts
+            }
+            strip = [Piece([i], 0, 0, 0) for i in samples]
+            update = Update(ids, 1, [[strip]])
+            (hinted,) = packing.pack(update, samples, self.cfg, device=run.world.device)
+            gap = logp(run.model, hinted, self.cfg) - logp(run.model, batch, self.cfg)  # [M]
+            batch.advantage = self.cfg.reward_coef * batch.advantage + self.cfg.hint_coef * gap
+
+
+def features(cfg):
+    return [SelfDistill(cfg)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(Options, features))

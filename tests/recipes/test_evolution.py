@@ -1,0 +1,56 @@
+"""Evolution strategies: the update is the paper's sum over the population, in numpy.
+
+Read next: examples/recipes/evolution.py.
+"""
+
+import numpy as np
+import torch
+
+from examples.recipes import evolution
+from nanogrpo.engine.base import stream
+from nanogrpo.model import checkpoint
+from tests.conftest import arguments, steps
+
+SIGMA, RATE = 0.1, 0.03
+OPTIONS = ["--sigma", f"{SIGMA}", "--learning-rate", f"{RATE}", "--log-completions"]
+
+
+def train(argv):
+    return evolution.main(evolution.Options, evolution.features, argv)
+
+
+def test_the_weights_move_by_the_sum_of_noise_and_fitness(tiny_base, files, tmp_path, monkeypatch):
+    """Salimans et al. 2017, algorithm 1, over all members instead of pairs, in float64. The fitness
+    is computed from the rewards of the completions.
+    """
+    fitness = []
+
+    class Spy(evolution.Evolution):
+        def advantages(self, rewards, by_function):
+            fitness.append(rewards.numpy().mean(0))
+            return super().advantages(rewards, by_function)
+
+    monkeypatch.setattr(evolution, "Evolution", Spy)
+    argv = arguments(tiny_base, files, tmp_path, *OPTIONS, "--max-steps", "1", "--seed", "3")
+    assert train(argv) == 0
+    before, after = (
+        dict(checkpoint.load_model(folder).named_parameters())
+        for folder in (tiny_base, tmp_path / "checkpoint-1")
+    )
+    z = (fitness[0] - fitness[0].mean()) / fitness[0].std(ddof=1)
+    assert len({*z}) > 2  # members differ
+    for i, name in enumerate(before):
+        total = 0.0
+        for member, score in enumerate(z):
+            random = torch.Generator().manual_seed(stream(3, 0, member // 2, i))
+            noise = torch.randn(before[name].shape, generator=random).double().numpy()
+            total = total + score * noise * (-1) ** member
+        moved = (after[name] - before[name]).detach().double().numpy()
+        np.testing.assert_allclose(moved, RATE / (4 * SIGMA) * total, atol=2e-6)
+
+
+def test_the_reward_rises(tiny_base, files, tmp_path):
+    more = ["--max-steps", "20", "--num-generations", "16", "--generation-batch-size", "32"]
+    assert train(arguments(tiny_base, files, tmp_path, *OPTIONS, *more)) == 0
+    rewards = [row["reward"] for row in steps(tmp_path)]
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.1

@@ -1,0 +1,82 @@
+"""Self-distillation: the gradient is that of TRL's loss on separate forward passes.
+
+Read next: examples/recipes/self_distill.py.
+"""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from examples.recipes import self_distill
+from nanogrpo.types import Prompt, Sample
+from tests.conftest import (
+    SOLO,
+    arguments,
+    one_sentence,
+    packed,
+    positions_of,
+    steps,
+    tiny_model,
+)
+
+
+def train(argv):
+    return self_distill.main(self_distill.Options, self_distill.features, argv)
+
+
+def dense(model, prompt, ids):
+    """Return the logits [1, n, V] for the tokens of a completion, without packing."""
+    tokens = torch.tensor(prompt + ids)
+    rows = torch.arange(len(prompt), len(tokens)) - 1
+    return model(tokens, *positions_of([len(tokens)]))[rows][None]
+
+
+def test_the_gradient_is_that_of_trls_loss():
+    """TRL's sampled-token loss, which SDPO and SDFT share, on the logits of two passes: with the
+    hint for the teacher, and without for the student. The average is over all tokens.
+    """
+    pytest.importorskip("trl")
+    from trl.experimental.sdpo.loss_utils import compute_sampled_token_self_distillation_loss
+
+    cfg = self_distill.Options(hint_column="h")
+    prompts, samples = [Prompt(0, "", [1, 2, 3]), Prompt(1, "", [4, 5])], []
+    prompts[0].hinted, prompts[1].hinted = [1, 2, 9, 9, 3], [4, 5]
+    for i, n in enumerate((2, 5, 4, 3)):
+        samples.append(Sample(prompts[i // 2], i % 2, [7 + i] * n, [-5.0] * n, True, [0] * n))
+    ours, theirs = tiny_model().double(), tiny_model().double()
+    feature, run = self_distill.SelfDistill(cfg), SimpleNamespace(world=SOLO, model=ours)
+    feature.scored(run, samples, 0)
+    batches = packed(samples, cfg, all_gradients=True)
+    feature.batches(run, batches)
+    for batch in batches:
+        logits = ours.forward_strip(batch, lambda hidden, head: hidden @ head.T)
+        logp = logits.log_softmax(-1).gather(1, batch.targets[:, None]).squeeze(1)
+        (-batch.advantage * batch.weight * logp).sum().backward()
+    for sample in samples:
+        ids, prompt = torch.tensor(sample.token_ids)[None], sample.prompt
+        teacher = dense(theirs, prompt.hinted, sample.token_ids).detach()
+        student = dense(theirs, prompt.token_ids, sample.token_ids)
+        loss = compute_sampled_token_self_distillation_loss(
+            student, teacher, ids, distillation_alpha=1.0
+        )
+        (loss.sum() / 14).backward()
+    for a, b in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-7)
+    assert any(batch.advantage.any() for batch in batches)
+
+
+def test_the_model_does_without_the_hint(tmp_path, tiny_base, files):
+    """The divergence of the prompt from the hinted prompt falls."""
+    rows = [{"prompt": f"{i}+{i}=", "h": f"{i}"} for i in range(12)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = "--data", str(tmp_path / "data.jsonl"), "--hint-column", "h", "--max-steps", "30"
+    assert train(arguments(tiny_base, files, tmp_path / "run", *given)) == 0
+    losses = [row["loss"] for row in steps(tmp_path / "run")]
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+
+
+def test_a_missing_column_is_one_sentence(tmp_path, tiny_base, files, capsys):
+    assert train(arguments(tiny_base, files, tmp_path, "--hint-column", "nothing")) == 2
+    assert "--hint-column nothing" in one_sentence(capsys)
