@@ -24,7 +24,6 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -130,14 +129,12 @@ def start(cfg: Config, given: Given = NOTHING) -> Path:
     return Path(cfg.output_dir)
 
 
-def main(
-    argv: list[str] | None = None, parse: Callable[..., Config] = parse, given: Given = NOTHING
-) -> int:
+def main(argv: list[str] | None = None, given: Given = NOTHING) -> int:
     main_rank = os.environ.get("RANK", "0") == "0"
     level = logging.INFO if main_rank else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s")
     try:
-        start(parse(argv), given)
+        start(parse(argv, given), given)
     # FloatingPointError: weights, log-probs or gradients are NaN or infinite.
     except (UserError, FloatingPointError) as e:
         print(f"error: {e}", file=sys.stderr)

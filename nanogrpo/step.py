@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanogrpo.config import Config
 from nanogrpo.engine.base import SamplingParams, stream
+from nanogrpo.feature import first
 from nanogrpo.grpo import loss, packing
 from nanogrpo.grpo.advantages import step_advantages
 from nanogrpo.grpo.schedule import schedule, skipped, wanted
@@ -56,22 +57,25 @@ def fill_rewards(run: Run, samples: list[Sample]) -> None:
 
 
 def assign_advantages(run: Run, samples: list[Sample]) -> Generation:
-    """Set the `advantage` of each sample: how much better it scored than its group.
+    """Set the `advantage` of each sample: how much better it scored than its group. A feature may
+    also give each token its own advantage.
 
-    The ranks exchange the facts about their samples here, so every rank must call this function.
+    Return the facts about the samples of all ranks. The ranks exchange these facts here, so every
+    rank must call this function.
     """
-    generation = generation_of(run, samples)
-    for sample, fact in zip(samples, run.world.part(generation.facts)):
-        sample.advantage = fact.advantage
-    return generation
-
-
-def generation_of(run: Run, samples: list[Sample]) -> Generation:
-    """Return the facts about the samples of all ranks, and their advantages."""
-    facts = metrics.facts(samples, run.world)
+    world, features = run.world, run.features
+    facts = metrics.facts(samples, world)
     by_function = [[*f.rewards.values()] for f in facts]
-    advantages, std = step_advantages([f.reward for f in facts], run.cfg, by_function, run.features)
-    facts = [f._replace(advantage=advantage) for f, advantage in zip(facts, advantages)]
+    advantages, std = step_advantages([f.reward for f in facts], run.cfg, by_function, features)
+    for sample, advantage in zip(samples, world.part(advantages)):
+        sample.advantage = advantage
+    given = first(feature.token_advantages(run, samples) for feature in features)
+    if given is not None:
+        for sample, each in zip(samples, given):
+            sample.token_advantages, sample.advantage = each, max(each, key=abs)
+        advantages = world.concat([sample.advantage for sample in samples])
+    every = any(feature.all_gradients for feature in features)
+    facts = [f._replace(advantage=a, all_gradients=every) for f, a in zip(facts, advantages)]
     return Generation(facts, std)
 
 
@@ -118,7 +122,7 @@ def pack(
     is needed to balance the work.
     """
     world, cfg, cost = run.world, run.cfg, run.model.cfg.pair_cost
-    updates = schedule(generation.facts, cfg, step, world.size, cost, all_gradients(run))
+    updates = schedule(generation.facts, cfg, step, world.size, cost)
     mine = world.exchange(samples, wanted(updates, world.size))
     packed = [packing.pack(update, mine, cfg, world.rank, world.device) for update in updates]
     for batches in packed:
@@ -127,11 +131,6 @@ def pack(
         add_logps(run, batches)
     for batches in packed * cfg.num_iterations:
         yield ((batch, i == len(batches) - 1) for i, batch in enumerate(batches))
-
-
-def all_gradients(run: Run) -> bool:
-    """Return whether a feature's loss needs completions whose advantage is 0."""
-    return any(feature.all_gradients for feature in run.features)
 
 
 @torch.no_grad()
@@ -175,7 +174,7 @@ def log_step(
     for feature in run.features:
         record |= feature.metrics(run, samples) or {}
         record |= feature.step(run, step, samples) or {}
-    record["frac_tokens_skipped"] = skipped(generation.facts, run.cfg, all_gradients(run))
+    record["frac_tokens_skipped"] = skipped(generation.facts, run.cfg)
     record["learning_rate"] = float(run.optimizer.param_groups[0]["lr"])
     logged = run.rewards.metrics(world.gather)
     run.log.step(step, generation.facts, record, clock, logged)

@@ -78,7 +78,10 @@ class Sample:
     # the weighted sum of the rewards; None: no function applied, or the rewards were lost
     reward: float | None = None
     extra: dict = field(default_factory=dict)  # values that reward functions passed to log_extra
+    # with token advantages, the one of the largest magnitude
     advantage: float = 0.0
+    # an advantage for each token, set only by features; None: `advantage` holds for all tokens
+    token_advantages: list[float] | None = None
 
     @property
     def model_token_indices(self) -> Sequence[int]:
@@ -109,6 +112,7 @@ class Facts(NamedTuple):
     rewards: dict[str, float | None]
     reward: float | None
     advantage: float = 0.0
+    all_gradients: bool = False  # whether the loss has a term without the advantage
 
 
 @dataclass

@@ -209,8 +209,8 @@ def packed(
     """Return the micro-batches of one step. They include `s.old_logp` and `s.ref_logp` if a test
     has set them.
     """
-    facts = [sample.facts for sample in samples]
-    update = schedule.plan(range(len(samples)), facts, cfg, all_gradients=all_gradients)
+    facts = [sample.facts._replace(all_gradients=all_gradients) for sample in samples]
+    update = schedule.plan(range(len(samples)), facts, cfg)
     batches = list(packing.pack(update, samples, cfg))
     for batch in batches:
         members = batch.sample.unique_consecutive().tolist()

@@ -56,6 +56,7 @@ class Given(setup.Given):
     rollout: Callable | None = None
     on_step: Callable | None = None
     features: Callable[[Any], Sequence[Feature]] = lambda cfg: ()
+    options: type[Config] | None = None  # options of the command line; None: Config
 
 
 def train(

@@ -47,18 +47,22 @@ extras, off by default (--help-all has their options, and says more about each o
 """
 
 
-def parse(argv: Sequence[str] | None = None) -> Config:
+def parse(argv: Sequence[str] | None = None, given: Any = NOTHING) -> Config:
     """Return the options of a run, not yet validated. If the core's `Config` does not accept the
-    options, the full `Config` reads them, and its error messages cover all options.
+    options, the full `Config` reads them, and its error messages cover all options. The options of
+    a recipe replace the full `Config` (extras/recipe.py).
     """
+    more = {"kind": given.options} if getattr(given, "options", None) else {}
     try:
-        cfg = cli.parse(argv, Config, cli.parser(Config, epilog=SUMMARY))
-        cfg.validate()
+        if not more:
+            cfg = cli.parse(argv, Config, cli.parser(Config, epilog=SUMMARY))
+            cfg.validate()
+            return cfg
     except UserError:
-        from nanogrpo.extras.commandline import parse as parse_all
+        pass
+    from nanogrpo.extras.commandline import parse as parse_all
 
-        return parse_all(argv)
-    return cfg
+    return parse_all(argv, **more)
 
 
 def attach(cfg: Config, given: Given = NOTHING) -> list[Feature]:

@@ -19,7 +19,6 @@ next: attach.py, docs/recipes.md.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -27,7 +26,6 @@ from typing import Any
 
 from nanogrpo import cli
 from nanogrpo.extras.api import Given, loop
-from nanogrpo.extras.commandline import parse
 from nanogrpo.extras.options import FIELDS, Config
 from nanogrpo.feature import Feature
 
@@ -49,4 +47,4 @@ def main(
         more = "All options of train.py: --help-all."
         cli.parser(options, own, "%(prog)s [options]", text, more).print_help()
         return 0
-    return loop()["main"](words, functools.partial(parse, kind=options), Given(features=features))
+    return loop()["main"](words, Given(options=options, features=features))

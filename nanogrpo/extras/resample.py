@@ -40,7 +40,7 @@ class Resample(Feature):
         groups = len(samples) // n
         first = sum(world.gather(groups)[: world.rank])  # index of this rank's first group
         for attempt in range(1, self.cfg.max_resample_times + 1):
-            found = [fact.advantage for fact in loop.generation_of(run, samples).facts]
+            found = [fact.advantage for fact in loop.assign_advantages(run, samples).facts]
             flat = [g for g in range(len(found) // n) if not any(found[g * n : (g + 1) * n])]
             if not flat:
                 break

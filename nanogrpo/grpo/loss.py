@@ -37,13 +37,13 @@ def is_trained(sample: Sample | Facts, cfg: Config) -> bool:
     return sample.stopped or not cfg.mask_truncated_completions
 
 
-def has_gradient(sample: Sample | Facts, cfg: Config, all_gradients: bool = False) -> bool:
+def has_gradient(sample: Facts, cfg: Config) -> bool:
     """Return whether the loss of a completion depends on the weights.
 
     If the advantage is 0, only terms without the advantage have a gradient: the KL, or terms that
     an extra adds (`all_gradients`).
     """
-    return sample.advantage != 0 or bool(cfg.beta) or all_gradients
+    return sample.advantage != 0 or bool(cfg.beta) or sample.all_gradients
 
 
 # For each loss type: the number by which the loss of each token of a completion is divided.

@@ -104,7 +104,9 @@ def _pack(strip: Strip, samples: Samples, update: Update, cfg: Config) -> Packed
             logp.append(np.asarray(s.logp)[trained])
             n = len(trained)
             sample.append(np.full(n, i))
-            advantage.append(np.full(n, s.advantage))
+            each = s.token_advantages
+            given = s.advantage if each is None else np.full(len(s.token_ids), each)[trained]
+            advantage.append(np.full(n, given))
             weight.append(np.full(n, token_weight(n, len(update.samples), update.n_tokens, cfg)))
     if not tokens:  # a dummy token: a rank without work still joins the collectives
         sequence([0], NO_ROWS)

@@ -63,10 +63,10 @@ class Update:
     strips: list[list[Strip]]  # [ranks][micro-batch]
 
 
-def skipped(facts: Sequence[Facts], cfg: Config, all_gradients: bool = False) -> float:
+def skipped(facts: Sequence[Facts], cfg: Config) -> float:
     """Return the fraction of the trained tokens that is left out because it has no gradient."""
     trained = [f for f in facts if is_trained(f, cfg)]
-    out = sum(f.length for f in trained if not has_gradient(f, cfg, all_gradients))
+    out = sum(f.length for f in trained if not has_gradient(f, cfg))
     return out / max(sum(f.length for f in trained), 1)
 
 
@@ -76,19 +76,18 @@ def schedule(
     step: int,
     ranks: int = 1,
     pair_cost: float = 0.0,
-    all_gradients: bool = False,
 ) -> list[Update]:
     """Split a generation into `steps_per_generation` updates of complete groups.
 
     The result is a pure function of the arguments. `facts` describes the samples of all ranks.
-    For `pair_cost`, see ModelConfig. For `all_gradients`, see `has_gradient`.
+    For `pair_cost`, see ModelConfig.
     """
     groups = [range(i, i + cfg.num_generations) for i in range(0, len(facts), cfg.num_generations)]
     if cfg.steps_per_generation > 1:
         random.Random(f"{cfg.seed},{step}").shuffle(groups)
     each = len(groups) // cfg.steps_per_generation
     updates = [[*itertools.chain(*groups[i : i + each])] for i in range(0, len(groups), each)]
-    return [plan(update, facts, cfg, ranks, pair_cost, all_gradients) for update in updates]
+    return [plan(update, facts, cfg, ranks, pair_cost) for update in updates]
 
 
 def wanted(updates: Sequence[Update], ranks: int) -> list[set[int]]:
@@ -105,7 +104,6 @@ def plan(
     cfg: Config,
     ranks: int = 1,
     pair_cost: float = 0.0,
-    all_gradients: bool = False,
 ) -> Update:
     """Divide the samples of one update into strips [ranks][micro-batch].
 
@@ -122,7 +120,7 @@ def plan(
     # a masked completion is neither trained on nor computed
     facts = [f if is_trained(f, cfg) else f._replace(length=0, end=0) for f in facts]
     computed = [i for i in samples if facts[i].end]
-    trained = [i for i in computed if has_gradient(facts[i], cfg, all_gradients)]
+    trained = [i for i in computed if has_gradient(facts[i], cfg)]
     if computed and not trained:
         trained = [min(computed, key=lambda i: facts[i].prompt_length + facts[i].end)]
     share = math.ceil(len(facts) / ranks)  # rank r drew the samples r·share to (r + 1)·share

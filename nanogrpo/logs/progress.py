@@ -100,7 +100,7 @@ class Progress:
         cells = [f"{cell:>{len(title)}}" for title, cell in columns]
         cells += [f"{name} {number(row[m])}" for name, m, most in bounds if row.get(m, 0.0) > most]
         print_line("  ".join(cells))
-        self.flat = self.flat + 1 if row.get("frac_reward_zero_std") == 1 else 0
+        self.flat = self.flat + 1 if row.get("frac_tokens_skipped") == 1 else 0
         if self.flat == FLAT:
             print_line(
                 f"warning: in {FLAT} steps in a row, all completions of a prompt got the same "

@@ -204,6 +204,13 @@ def test_the_example_in_the_docstring_of_packed_batch():
     (b,) = packed(a_group(), config(share_prompts=False))
     assert b.tokens.tolist() == [100, 101, 7, 8, 100, 101, 5]
     assert (b.cu_seqlens.tolist(), b.rows.tolist(), b.kv_rows) == ([0, 4, 7], [1, 2, 3, 5, 6], None)
+    group = a_group()
+    group[0].token_advantages, group[0].is_model_token = [3.0, 0.0, -2.0], [True, False, True]
+    (b,) = packed(group, config())
+    assert b.advantage.tolist() == [3, -2, -1, -1]
+    group[0].token_advantages = [3.0, 0.0]
+    with pytest.raises(ValueError, match="shape"):
+        packed(group, config())
 
 
 @given(

@@ -85,10 +85,10 @@ def test_a_missing_value_is_a_dash_and_the_header_returns(capsys):
     assert [i for i, line in enumerate(shown) if "reward" in line] == [0, 21, 42]
 
 
-def test_there_is_one_warning_per_streak_of_steps_without_different_rewards(capsys):
+def test_there_is_one_warning_per_streak_of_steps_without_a_gradient(capsys):
     rows, warned = Progress(Config(max_steps=60), SOLO, start=0), []
     for step, share in enumerate([1.0] * (FLAT - 1) + [0.9] + [1.0] * 2 * FLAT + [0.0]):
-        rows.step(step, {**ROW, "frac_reward_zero_std": share}, FUNCTIONS)
+        rows.step(step, {**ROW, "frac_tokens_skipped": share}, FUNCTIONS)
         warned += [step] * capsys.readouterr().err.count("warning: in 5 steps in a row, all")
     assert warned == [2 * FLAT - 1]
 

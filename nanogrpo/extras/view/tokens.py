@@ -7,6 +7,7 @@ is one completion, with a list per column and an entry per token:
     row      the line of completions_00001.jsonl that has the completion, counted from 0
     id, text the token; tokens that share a character have "", but the last one has the character
     logp     the engine's log-prob at the sampling temperature
+    advantage  the token's own advantage, if tokens have their own
     entropy  the entropy of the trainer's distribution, in nats
     ratio    policy / old policy, before the update
     gap      the trainer's log-prob before the first update, minus the engine's
@@ -133,7 +134,10 @@ class TokenLog(Feature):
         """Return the columns that are known only to the rank that drew the sample."""
         ids, written = sample.token_ids, sample.model_token_indices
         logp = placed([sample.logp[i] for i in written], written, len(ids))
-        return {"row": row, "id": [*ids], "text": self._pieces(ids, tokenizer), "logp": logp}
+        line = {"row": row, "id": [*ids], "text": self._pieces(ids, tokenizer), "logp": logp}
+        if each := sample.token_advantages:
+            line["advantage"] = placed([each[i] for i in written], written, len(ids))
+        return line
 
     def _pieces(self, ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
         """Return the text of each token, including special tokens.
