@@ -1,0 +1,104 @@
+"""Branching: K continuations from the most uncertain token, with a baseline among siblings.
+
+    t     = argmax_t H(π(· | prompt, y_<t))       of a completion y, the trunk
+    stem  = y_<t                                  shared by the siblings y_1 … y_K ~ π(· | stem)
+    A_i   = (r_i - mean_j r_j) / std_j r_j        over the K siblings of a stem
+
+Each prompt gets G/K trunks, and each trunk K siblings, so a step has G completions per prompt. The
+reward of a sibling is that of the whole completion: the stem and the continuation. All siblings
+begin with the same tokens, so A compares only the continuations. The variance of r that comes from
+the stem is not part of A, as in TreeRPO (Yang et al. 2025, 2506.05183) and VinePPO (Kazemnejad et
+al. 2024, 2410.01679). High entropy marks the tokens where continuations differ most (Wang et al.
+2025, 2506.01939). Only continuations are trained: the gradient of the stem would be multiplied by
+Σ A = 0. The trunk after token t is not a sibling, because t was chosen with that text in view.
+
+The stem is computed once for all siblings. For the engine, it is the end of a prompt of which K
+completions are sampled. After the rewards are known, it is the end of the `Prompt` of K samples,
+which packing computes once. Lengths in the log are those of the continuations.
+
+    python examples/recipes/branch.py --model runs/base --data arithmetic --output-dir runs/branch
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from nanogrpo.config import option
+from nanogrpo.extras.options import Config
+from nanogrpo.extras.recipe import main
+from nanogrpo.extras.wrapper import Wrapper
+from nanogrpo.feature import Feature
+from nanogrpo.grpo import advantages, loss, packing, schedule
+from nanogrpo.step import evaluation_sampling
+
+
+@dataclass(frozen=True)
+class Options(Config):
+    branches: int = option(4, "siblings per stem (K); they share a baseline", ">= 2")
+
+    def problems(self):
+        if self.num_generations % self.branches or self.advantage_estimator != "grpo":
+            yield "--branches must divide --num-generations, and needs --advantage-estimator grpo."
+
+
+class Branch(Feature):
+    def wrap(self, engine, run):
+        self.k, self.scale = run.cfg.branches, run.cfg.scale_rewards
+        return Branching(engine, run)
+
+    def scored(self, run, samples, step):
+        for sample in samples:
+            vars(sample).update(sample.continuation)  # from now on, the stem is part of the prompt
+
+    def advantages(self, rewards, by_function):  # [P, G]
+        values, std = advantages.group_relative(rewards.view(-1, self.k), self.scale)  # [P·G/K, K]
+        return values.view_as(rewards), std
+
+
+class Branching(Wrapper):
+    def __init__(self, engine, run):
+        self.engine, self.run = engine, run
+
+    def sample(self, prompts, n, params, step):
+        if params == evaluation_sampling(self.run.cfg, self.run.sampling):
+            return self.engine.sample(prompts, n, params, step)
+        k, stems = self.run.cfg.branches, []
+        pairs = most_uncertain(self.run, self.engine.sample(prompts, n // k, params, step))
+        for s, t in pairs:
+            # the negative id is unlike those of prompts, and selects other random numbers
+            ids, new = s.prompt.token_ids + s.token_ids[:t], ~(s.prompt.id * n + s.index)
+            stems.append(replace(s.prompt, id=new, token_ids=ids, max_tokens=params.max_tokens - t))
+        samples = self.engine.sample(stems, k, params, step)
+        for i, s in enumerate(samples):
+            trunk, t = pairs[i // k]
+            s.continuation = {name: getattr(s, name) for name in ("prompt", *TOKENS)}
+            whole = {name: getattr(trunk, name)[:t] + getattr(s, name) for name in TOKENS}
+            vars(s).update(whole, prompt=trunk.prompt, index=i % n)
+        return samples
+
+
+TOKENS = "token_ids", "logp", "versions"  # the lists of a sample
+
+
+@torch.no_grad()
+def most_uncertain(run, samples):
+    """Return each sample of this rank, and the index of its token with the highest entropy."""
+    world, cfg = run.world, replace(run.cfg, mask_truncated_completions=False)
+    everyone, found = world.concat([s.facts._replace(all_gradients=True) for s in samples]), []
+    plan = schedule.plan(range(len(everyone)), everyone, cfg, world.size)
+    mine = world.exchange(samples, schedule.wanted([plan], world.size))
+    for batch in packing.pack(plan, mine, cfg, world.rank, world.device):
+        _, entropy = run.model.forward_strip(batch, loss.logp_of(batch, cfg))  # [M]
+        found += [(i, int(entropy[batch.sample == i].argmax())) for i in set(batch.sample.tolist())]
+    places, before = dict(world.concat(found)), sum(world.gather(len(samples))[: world.rank])
+    return [(s, places[before + i]) for i, s in enumerate(samples)]
+
+
+def features(cfg):
+    return [Branch()]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(Options, features))

@@ -1,0 +1,115 @@
+"""Siblings branch off where the trunk is most uncertain, and their stem is computed once. A row of
+tests/configurations.py shows that two ranks are one, and that a run resumes.
+
+Read next: examples/recipes/branch.py.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from examples.recipes import branch
+from nanogrpo.engine.base import SamplingParams
+from nanogrpo.engine.local import LocalEngine
+from nanogrpo.types import Prompt
+from tests.conftest import SOLO, packed, positions_of, tiny_model
+
+N, K, LENGTHS = 6, 3, (5, 9)
+CFG = branch.Options(num_generations=N, branches=K, generation_batch_size=N * len(LENGTHS))
+
+
+def logits(model, ids: list[int]) -> np.ndarray:
+    positions, attend = positions_of([len(ids)])
+    return model(torch.tensor(ids), positions, attend).detach().double().numpy()
+
+
+@pytest.fixture(scope="module")
+def branched():
+    """A model, samples of two prompts with two trunks of three siblings each, before and after
+    `scored`, and the number of tokens that the engine prefilled for the siblings.
+    """
+    model = tiny_model(std=0.1).requires_grad_()
+    engine, prefilled = LocalEngine(model.cfg, max_len=64, device="cpu"), []
+    engine.load(model, 0)
+    real = engine.runner.prefill
+
+    def prefill(waiting):
+        out = real(waiting)
+        prefilled.append(sum(p.kv.shape[3] for p in out.values()))
+        return out
+
+    engine.runner.prefill = prefill
+    how = SamplingParams(max_tokens=20, stop_token_ids=[7])
+    run = SimpleNamespace(cfg=CFG, model=model, world=SOLO, sampling=how)
+    feature = branch.Branch()
+    prompts = [Prompt(i, "", list(range(20, 20 + n))) for i, n in enumerate(LENGTHS)]
+    samples = feature.wrap(engine, run).sample(prompts, N, how, step=3)
+    whole = [(s.prompt, s.token_ids, s.logp) for s in samples]
+    feature.scored(run, samples, 3)
+    trunks = engine.sample(prompts, N // K, how, step=3)
+    return model, trunks, whole, samples, prefilled[1]
+
+
+def test_siblings_continue_the_trunk_from_its_most_uncertain_token(branched):
+    model, trunks, whole, samples, _ = branched
+    lengths = []
+    for i, trunk in enumerate(trunks):
+        start = len(trunk.prompt.token_ids)
+        z = logits(model, trunk.prompt.token_ids + trunk.token_ids)[start - 1 : -1]
+        p = np.exp(z) / np.exp(z).sum(1, keepdims=True)
+        t = int(np.argmax(-(p * np.log(p)).sum(1)))
+        lengths.append(t)
+        for (prompt, ids, logp), s in zip(whole[i * K : (i + 1) * K], samples[i * K : (i + 1) * K]):
+            assert prompt is trunk.prompt
+            assert ids[:t] == trunk.token_ids[:t]
+            assert (s.prompt.token_ids, s.token_ids) == (prompt.token_ids + ids[:t], ids[t:])
+            assert s.logp == logp[t:]
+            z = logits(model, prompt.token_ids + ids)[start - 1 : -1]
+            expected = z[range(len(ids)), ids] - np.log(np.exp(z).sum(1))
+            np.testing.assert_allclose(logp, expected, atol=1e-4)
+            assert len(ids) <= 20
+        siblings = samples[i * K : (i + 1) * K]
+        assert len({tuple(s.token_ids) for s in siblings}) == K
+    assert len({*lengths}) > 1
+    assert [s.index for s in samples] == 2 * list(range(N))
+
+
+def test_a_stem_is_computed_once_in_sampling_and_in_training(branched):
+    _, _, _, samples, prefilled = branched
+    stems = {id(s.prompt): len(s.prompt.token_ids) for s in samples}
+    assert len(stems) == len(samples) // K
+    assert prefilled == sum(stems.values()) - len(stems)  # without the last tokens
+    (batch,) = packed(samples, CFG, all_gradients=True)
+    own = sum(len(s.token_ids) - 1 for s in samples)
+    assert len(batch.tokens) == sum(stems.values()) + own
+    assert len(batch.targets) == sum(len(s.token_ids) for s in samples)
+
+
+def test_the_baseline_is_the_mean_of_the_siblings_so_the_stem_has_no_gradient(branched):
+    model, _, whole, samples, _ = branched
+    rewards = np.random.default_rng(0).normal(size=(2, N))
+    feature = branch.Branch()
+    feature.k, feature.scale = K, "group"
+    values, std = feature.advantages(torch.tensor(rewards), None)
+    groups = rewards.reshape(-1, K)
+    deviations = groups.std(1, ddof=1, keepdims=True)
+    expected = (groups - groups.mean(1, keepdims=True)) / (deviations + 1e-4)
+    np.testing.assert_allclose(values, expected.reshape(2, N))
+    np.testing.assert_allclose(std, deviations)
+
+    def gradient(pairs) -> torch.Tensor:
+        """Return the gradient of Σ A·log π over all tokens after the prompt of each pair."""
+        total = torch.zeros(())
+        for (prompt, ids), advantage in zip(pairs, values.flatten()):
+            tokens = torch.tensor(prompt.token_ids + ids)
+            positions, attend = positions_of([len(tokens)])
+            logp = model(tokens, positions, attend).log_softmax(-1)[:-1]
+            logp = logp.gather(1, tokens[1:, None])[len(prompt.token_ids) - 1 :]
+            total = total + advantage * logp.sum()
+        return torch.cat([g.flatten() for g in torch.autograd.grad(total, model.parameters())])
+
+    continuation = gradient([(s.prompt, s.token_ids) for s in samples])
+    everything = gradient([(prompt, ids) for prompt, ids, _ in whole])
+    assert (continuation - everything).norm() < 1e-5 * everything.norm()
