@@ -73,8 +73,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--bench", default="step_time", choices=BENCHES, help="the benchmark")
     parser.add_argument("--pairs", type=int, default=5, help="runs of each checkout (default 5)")
     args, options = parser.parse_known_args(argv)
-    if not (args.other / "bench" / f"{args.bench}.py").exists():
-        parser.error(f"{args.other} is not a checkout of nanogrpo: it has no bench/{args.bench}.py")
+    file = args.other / "bench" / f"{args.bench}.py"
+    if not file.exists() or "add_alone" not in file.read_text():
+        parser.error(
+            f"{args.other} has no bench/{args.bench}.py with the option --alone: check out nanogrpo"
+            " there, at commit 2ea017d or later."
+        )
     checkouts = [common.ROOT, args.other.resolve()]
     found: list[list[dict[str, float]]] = [[], []]
     with Progress(console=Console(stderr=True), transient=True) as progress:

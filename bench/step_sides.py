@@ -1,10 +1,10 @@
 """A training step on given completions with nanogrpo, as in train.py, and with TRL.
 
-In: a checkpoint folder, options, and the random completions of a `Case`. Out: two objects, `Ours`
-and `Trl`, each with a method `step(samples)`. A step includes everything from the samples to the
-new weights. The method returns the gradient norm, so that a benchmark can check that both trainers
-agree. Read next: step_time.py (small models on a CPU), step_large.py (real sizes on a GPU),
-step_memory.py.
+In: a checkpoint folder, options, and the random completions of a `Case`. Out: three objects,
+`Ours`, `Trl` and `TrlAsync`, each with a method `step(samples)`. A step includes everything from
+the samples to the new weights. The method returns the gradient norm, so that a benchmark can check
+that the trainers agree. Read next: step_time.py (small models on a CPU), step_large.py (real sizes
+on a GPU), step_memory.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
 from bench.rewards import share_of_even
 from bench.rollout_speed import uneven_lengths
@@ -195,6 +199,123 @@ class Trl:
     def computed(self, samples: list[Sample]) -> int:
         """Return the number of tokens that the decoder computes, padding included."""
         return len(samples) * padded_width(samples)
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    *_: Any,
+    softmax_scale: float | None = None,
+    **__: Any,
+) -> Tensor:
+    """Attend within each segment, as FlashAttention 3 does on a GPU. A segment's queries [n] are
+    the last n positions of its keys [m]. Shapes: query [T, H, E], key and value [T', K, E].
+    """
+    lengths, key_lengths = starts.diff().tolist(), key_starts.diff().tolist()
+    out = []
+    for q, k, v in zip(query.split(lengths), key.split(key_lengths), value.split(key_lengths)):
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, H, n, E], [1, K, m, E]
+        mask = causal_lower_right(q.shape[2], k.shape[2])
+        how = {"scale": softmax_scale, "enable_gqa": True}
+        out.append(scaled_dot_product_attention(q, k, v, mask, **how)[0])
+    return torch.cat(out, dim=1).transpose(0, 1)  # [T, H, E]
+
+
+class TrlAsync(Trl):
+    """TRL's AsyncGRPOTrainer on the same completions: its packing without padding, in which a
+    prompt is computed once for its group, its `compute_loss` and its optimizer.
+
+    Its attention needs FlashAttention 3, and so a GPU. Here, `varlen_attention` replaces it. The
+    trainer's loss needs the log-probs of the completions, which are computed before the first step.
+    """
+
+    def __init__(self, folder: Path, cfg: Config):
+        from trl.experimental.async_grpo import async_grpo_trainer as theirs
+        from trl.experimental.async_grpo import packing
+
+        packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention)
+        theirs.get_peak_flops_per_device = lambda *_: None  # which asks for the name of the GPU
+        args = theirs.AsyncGRPOConfig(
+            output_dir=tempfile.mkdtemp(),
+            use_cpu=True,
+            bf16=False,
+            dtype="float32",
+            gradient_checkpointing=False,
+            report_to="none",
+            learning_rate=cfg.learning_rate,
+            max_steps=1,
+        )
+        nothing: Any = SimpleNamespace(rollout_buffer=None)
+        self.trainer = theirs.AsyncGRPOTrainer(
+            f"{folder}",
+            args=args,
+            train_dataset=datasets.Dataset.from_list([{"prompt": "0"}]),
+            rollout_worker=nothing,
+            weight_transfer=nothing,
+        )
+        self.trainer.create_optimizer()
+        self.trainer.current_gradient_accumulation_steps = 1
+        self.clock = metrics.Clock(self.trainer.accelerator.device)
+        self.collate = theirs.DataCollatorForRollout(0)
+        self.row, self.logp = packing.TreeRow, None
+
+    def packed(self, samples: list[Sample]) -> Any:
+        """Return TRL's row of all samples."""
+        row = self.row()
+        for s in samples:
+            prompt, ids = s.prompt.token_ids, s.token_ids
+            row.add(
+                {
+                    "input_ids": torch.tensor([*prompt, *ids]),
+                    "completion_mask": torch.tensor([0] * len(prompt) + [1] * len(ids)),
+                    "old_log_probs": torch.zeros(len(prompt) + len(ids)),
+                    "advantage": s.advantage,
+                    "group_id": s.prompt.id,
+                    "metrics": {},
+                }
+            )
+        return row
+
+    def batch(self, samples: list[Sample]) -> dict[str, Tensor]:
+        return self.collate([[self.packed(samples)]])
+
+    def step(self, samples: list[Sample]) -> float:
+        """Train one step; return the norm of the gradient."""
+        model = self.trainer.model.train()
+        if self.logp is None:
+            self.logp = self.scores(model, self.batch(samples))
+        with self.clock("pack"):
+            inputs = self.batch(samples) | {"old_log_probs": self.logp}
+        with self.clock("forward"):
+            loss = self.trainer.compute_loss(model, inputs)
+        with self.clock("backward"):
+            loss.backward()
+        with self.clock("optimizer"):
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            self.trainer.optimizer.step()
+            self.trainer.optimizer.zero_grad()
+            return norm.item()
+
+    @torch.no_grad()
+    def scores(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the log-probs [1, M] of the completions' tokens."""
+        tree = {name: x[0] for name, x in inputs.items() if name.startswith("tree_")}
+        queries, keys = tree.pop("tree_max_seqlens").tolist()
+        out = model(
+            **{n: inputs[n] for n in ("input_ids", "position_ids", "shift_labels")},
+            fused_lm_head=True,
+            tree_max_seqlen_q=queries,
+            tree_max_seqlen_k=keys,
+            **tree,
+        )
+        return out.log_probs.flatten()[inputs["token_index"]]
+
+    def computed(self, samples: list[Sample]) -> int:
+        """Return the number of tokens that the decoder computes."""
+        return len(self.packed(samples).tokens)
 
 
 def check_norms(case: str, norms: dict[str, float], tolerance: float = 1e-3) -> None:

@@ -9,10 +9,12 @@ AdamW. Steps are on-policy and in float32. Both trainers start from the same wei
 anything is timed, their gradient norms must agree to 1e-3, so that neither is faster because it
 computes something else.
 
-TRL's settings are in trl_run.py. Cases that are not run keep their earlier results. In the tables,
-"tokens/s" counts completion tokens, and "computed tokens" counts all tokens that the decoder
-processed, including padding. step_memory.py measures peak memory. With --shape, step_large.py
-instead measures one step of a real model on a GPU. Read next: step_sides.py.
+"TRL" is the GRPOTrainer, which pads its batches, with the settings of trl_run.py. "TRL,
+asynchronous" is the AsyncGRPOTrainer, which packs completions without padding and computes a prompt
+once for its group (step_sides.py). Cases that are not run keep their earlier results. In the
+tables, "tokens/s" counts completion tokens, and "computed tokens" counts all tokens that the
+decoder processed, including padding. step_memory.py measures peak memory. With --shape,
+step_large.py instead measures one step of a real model on a GPU. Read next: step_sides.py.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from pathlib import Path
 import torch
 
 from bench import common, step_large, tables
-from bench.step_sides import Case, Ours, Trl, check_norms, options_of
+from bench.step_sides import Case, Ours, Trl, TrlAsync, check_norms, options_of
 from nanogrpo.extras.arithmetic import warmup
 from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
@@ -41,6 +43,7 @@ CASES = {
     "uneven, G=16": Case(4, 16, 32, 192),
     "prompt half the completion, G=8": Case(8, 8, 64, 128, even=True),
     "long prompt, uneven, G=8": Case(8, 8, 256, 192),
+    "small, uneven, G=8": Case(4, 8, 32, 96),
 }
 LENGTHS = {f"uneven, longest {n}": Case(8, 8, 32, n) for n in (48, 96, 384)}
 VOCABULARIES = {
@@ -68,7 +71,12 @@ def copied(folder: Path, cfg) -> Ours:
     return Ours(folder, dataclasses.replace(cfg, share_prompts=False))
 
 
-SIDES = {"nanogrpo": Ours, "nanogrpo, prompts copied": copied, "TRL": Trl}
+SIDES = {
+    "nanogrpo": Ours,
+    "nanogrpo, prompts copied": copied,
+    "TRL": Trl,
+    "TRL, asynchronous": TrlAsync,
+}
 
 
 def write_model(case: Case, folder: Path, args: argparse.Namespace) -> dict:
@@ -84,7 +92,8 @@ def measure(case: str, args: argparse.Namespace, argv: Sequence[str]) -> list[di
     """Return the records of one case."""
     names = ["nanogrpo"] if args.alone else list(SIDES)
     if case in LENGTHS | VOCABULARIES and not args.alone:
-        names.remove("nanogrpo, prompts copied")  # copies are not informative in these cases
+        # copies are not informative in these cases
+        names = ["nanogrpo", "TRL"]
     with tempfile.TemporaryDirectory() as where:
         shape = write_model(CASES[case], Path(where), args)
         cfg, samples = options_of(CASES[case], args.scale)
@@ -152,6 +161,7 @@ def main(argv: Sequence[str]) -> list[dict]:
     common.add_alone(parser)
     args = parser.parse_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     if args.shape:
         if not torch.cuda.is_available():
             parser.error(f"--shape {args.shape} needs a GPU, and torch finds none.")

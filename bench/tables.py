@@ -300,8 +300,18 @@ BENCHES = {
             "phases (seconds)",
         ),
         tables_step.step_time,
-        (("even, G=8", "nanogrpo"), ("uneven, G=8", "nanogrpo")),
+        [
+            (case, side)
+            for case in ("even, G=8", "uneven, G=8")
+            for side in ("nanogrpo", "TRL, asynchronous")
+        ],
         "step_time.png",
+        notes=lambda records: [
+            "TRL, asynchronous: the AsyncGRPOTrainer of trl.experimental, which packs completions"
+            " without padding and computes a prompt once for its group. Its attention needs"
+            " FlashAttention 3 and so a GPU. On a CPU, torch's attention replaces it, one call per"
+            " segment."
+        ],
     ),
     "step_large": Bench(
         "How long does a training step of a real model take on a GPU? All weights are trained, with"
