@@ -141,6 +141,7 @@ ROWS = {
         tolerance=1e-4,  # the ratio of the policy to the weights that sampled is far from 1
     ),
     "branches": Row("--branches 2 --max-resample-times 1 --token-budget 60", recipe="branch"),
+    "curriculum": Row("--replay-share 0.75", recipe="curriculum"),
     "8-bit optimizer": Row(
         # each rank has its own blocks, so the rounding differs
         "--optim adamw_torch_8bit",

@@ -1,0 +1,93 @@
+"""A curriculum by pass rate: hard prompts are replayed.
+
+    s_i ← s_i + α·(mean of r over the completions of prompt i - s_i)        after each step with i
+    P(i) ∝ 1 - s_i                                                          for prompts to replay
+
+s_i is the pass rate of prompt i, and r is the reward from the first function of --reward-funcs,
+which must be from 0 to 1. At the first occurrence of i, s_i is the mean of r. In each step, a share
+of the prompts is replayed: these prompts are drawn without replacement, with probability ∝ 1 - s_i,
+from the prompts that already occurred (Kimi k1.5, 2025, 2501.12599, section 2.3.3; prioritized
+replay is from Jiang et al. 2020, 2010.03934). Prompts with s_i ≥ 1 are not replayed. All other
+prompts of the step are those of a run without a curriculum.
+
+The pass rates of all prompts are part of a checkpoint, and the random numbers are a function of
+(seed, step). So a resumed run draws the prompts of the uninterrupted run.
+
+    python examples/recipes/curriculum.py --model runs/base --data arithmetic --output-dir runs/hard
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nanogrpo.config import option
+from nanogrpo.engine.base import stream
+from nanogrpo.extras.options import Config
+from nanogrpo.extras.recipe import main
+from nanogrpo.feature import Feature
+
+
+@dataclass(frozen=True)
+class Options(Config):
+    replay_share: float = option(0.5, "share of the prompts of a step to replay", ">= 0", "<= 1")
+    pass_rate_step: float = option(0.5, "α, the weight of the newest mean reward", "> 0", "<= 1")
+
+    def problems(self):
+        if self.max_staleness:
+            yield "--max-staleness cannot be used with a curriculum, which draws after each step."
+
+
+class Curriculum(Feature):
+    def model(self, model, inputs):
+        # [prompts]: s_i; NaN before the first occurrence
+        self.rate = torch.full((len(inputs.prompts),), math.nan, dtype=torch.float64)
+
+    def tensors(self):
+        return {"curriculum.rate": self.rate}
+
+    def running(self, run):
+        plain = run.draw_all
+
+        def draw_all(seed, step):
+            prompts = plain(seed, step)
+            count = int(run.cfg.replay_share * len(prompts))
+            fresh = prompts[: len(prompts) - count]
+            chosen = replayed(self.rate.numpy(), {p.id for p in fresh}, count, seed, step)
+            more = prompts[len(fresh) + len(chosen) :]
+            return [*fresh, *(run.prompts[i] for i in chosen), *more]
+
+        run.draw_all = draw_all
+
+    def scored(self, run, samples, step):
+        first = [(s.prompt.id, next(iter(s.rewards.values()))) for s in samples]
+        passed = {}
+        for i, r in run.world.concat(first):
+            passed.setdefault(i, []).append(math.nan if r is None else r)
+        for i, rewards in passed.items():
+            old, mean = self.rate[i].item(), float(np.mean(rewards))
+            self.rate[i] = mean if math.isnan(old) else old + run.cfg.pass_rate_step * (mean - old)
+
+    def step(self, run, step, samples):
+        return {"curriculum/pass_rate": self.rate.nanmean().item()}
+
+
+def replayed(rate, excluded, count, seed, step):
+    """Return up to `count` prompts, drawn without replacement with probability ∝ 1 - rate."""
+    weight = np.nan_to_num(1 - rate).clip(min=0)  # 0 before the first occurrence
+    weight[[*excluded]] = 0
+    # the largest keys log(u) / weight are such a draw (Efraimidis and Spirakis 2006)
+    random = np.random.RandomState(stream(seed, step, 0, 2) % 2**32).uniform(size=len(weight))
+    order = np.argsort(-np.log(random) / np.maximum(weight, 1e-300), kind="stable")
+    return [int(i) for i in order[:count] if weight[i] > 0]
+
+
+def features(cfg):
+    return [Curriculum()]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(Options, features))

@@ -1,0 +1,51 @@
+"""Prompts are replayed with the probabilities of the docstring. A row of tests/configurations.py
+shows that a resumed run replays the same ones, and that two ranks do.
+
+Read next: examples/recipes/curriculum.py.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from examples.recipes import curriculum
+from nanogrpo.types import Prompt, Sample
+from tests.conftest import SOLO
+
+
+def samples(prompt: Prompt, *rewards: float) -> list[Sample]:
+    return [
+        Sample(prompt, j, [1], [0.0], True, [0], rewards={"right": r, "short": 9.0})
+        for j, r in enumerate(rewards)
+    ]
+
+
+def test_pass_rates_are_moving_averages_and_decide_what_is_replayed():
+    prompts = [Prompt(i, "", [1]) for i in range(6)]
+    fresh = [[0, 1, 2, 3], [4, 5, 0, 1]]
+    run = SimpleNamespace(
+        cfg=curriculum.Options(replay_share=0.5, pass_rate_step=0.25),
+        prompts=prompts,
+        world=SOLO,
+        draw_all=lambda seed, step: [prompts[i] for i in fresh[step]],
+    )
+    feature = curriculum.Curriculum()
+    feature.model(None, run)
+    feature.running(run)
+    assert [p.id for p in run.draw_all(0, 0)] == fresh[0]  # there is nothing to replay yet
+    rewards = {0: [[1, 1], [0, 0], [1, 0]], 1: [[0, 0], [1, 0]], 2: [[1, 1]], 3: [[0, 1]]}
+    for i, rounds in rewards.items():
+        for given in rounds:
+            feature.scored(run, samples(prompts[i], *given), 0)
+    for i, rounds in rewards.items():
+        means = [np.mean(given) for given in rounds]
+        shares = [0.75 ** (len(means) - 1), *[0.25 * 0.75**k for k in range(len(means) - 1)][::-1]]
+        np.testing.assert_allclose(feature.rate[i], np.dot(shares, means))
+    drawn = [[p.id for p in run.draw_all(seed, 1)] for seed in range(4000)]
+    assert all(ids[:2] == [4, 5] and len({*ids}) == 4 for ids in drawn)
+    assert {i for ids in drawn for i in ids[2:]} == {0, 1, 3}  # 2 is solved
+    weights = {i: 1 - float(feature.rate[i]) for i in (0, 1, 3)}
+    for i, weight in weights.items():
+        share = np.mean([ids[2] == i for ids in drawn])
+        assert abs(share - weight / sum(weights.values())) < 0.03
+    assert run.draw_all(7, 1) == run.draw_all(7, 1)
