@@ -27,7 +27,9 @@ import torch
 from safetensors.torch import load_file
 
 import train
+from nanogrpo.extras.arithmetic import warmup
 from nanogrpo.model import checkpoint
+from nanogrpo.types import Prompt, Sample
 from tests import ranks
 from tests.conftest import arguments, steps, write_base, write_files
 from tests.engine.chat import write_calling_base
@@ -142,6 +144,11 @@ ROWS = {
     ),
     "branches": Row("--branches 2 --max-resample-times 1 --token-budget 60", recipe="branch"),
     "curriculum": Row("--replay-share 0.75", recipe="curriculum"),
+    "self-play": Row(
+        "--solutions 1 --num-iterations 2 --reward-funcs FILES/reward.py:even",
+        recipe="self_play",
+        prepare=lambda folder: _asks(folder),
+    ),
     "8-bit optimizer": Row(
         # each rank has its own blocks, so the rounding differs
         "--optim adamw_torch_8bit",
@@ -171,6 +178,18 @@ def _teachers(folder: Path) -> list[str]:
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     teachers = str(write_base(folder / "teacher", seed=1)), str(small)
     return ["--teacher", *teachers, "--data", str(data)]
+
+
+def _asks(folder: Path) -> list[str]:
+    """A model that usually asks for a sum."""
+    base, data = write_base(folder / "asks"), folder / "asks.jsonl"
+    data.write_text('{"prompt": "?"}\n' * 12)
+    model, tokenizer = checkpoint.load_model(base), checkpoint.Tokenizer(base)
+    prompt, ids = Prompt(0, "", tokenizer.encode_prompt("?")), tokenizer.encode("1+2=<|end|>")
+    sample = Sample(prompt, 0, ids, [0.0] * len(ids), True, [], advantage=1.0)
+    warmup.imitate(model, lambda step: [sample], 10, rise=1)
+    checkpoint.export(model, base, tokenizer)
+    return ["--model", str(base), "--data", str(data)]
 
 
 def _doubler(folder: Path) -> list[str]:
