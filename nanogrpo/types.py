@@ -48,8 +48,6 @@ class Conversation:
     """The conversation that reward functions receive instead of the text of a completion."""
 
     messages: list[dict]
-    # further arguments of reward functions, by name; emptied once the reward is known
-    arguments: dict = field(default_factory=dict)
 
 
 @dataclass
@@ -73,8 +71,12 @@ class Sample:
     text: str = ""  # the decoded completion, without special tokens
     # replaces `text` as the argument of reward functions; None: the text
     conversation: Conversation | None = None
+    # further arguments of reward functions, by name; emptied once the reward is known
+    arguments: dict = field(default_factory=dict)
     # the reward from each function, by function name; None: the function does not apply
     rewards: dict[str, float | None] = field(default_factory=dict)
+    # the values of each function that returned one for each token; their sum is in `rewards`
+    token_rewards: dict[str, list[float | None]] = field(default_factory=dict)
     # the weighted sum of the rewards; None: no function applied, or the rewards were lost
     reward: float | None = None
     extra: dict = field(default_factory=dict)  # values that reward functions passed to log_extra

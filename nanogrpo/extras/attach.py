@@ -116,9 +116,12 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
 
         yield RewardModels()
     if not {name.partition(":")[0] for name in cfg.reward_funcs} <= builtin.BUILT_IN.keys():
+        from nanogrpo.extras.reward_inputs import RewardInputs, asked
         from nanogrpo.extras.rewards import Rewards
 
         yield Rewards(cfg)
+        if names := asked([*cfg.reward_funcs, *given.reward_funcs]):
+            yield RewardInputs(names)
     if cfg.model.startswith("warmup:"):
         raise UserError(
             "--model warmup:STEPS was removed: run `nanogrpo warmup FOLDER`, then use "

@@ -11,6 +11,9 @@ called once for all B samples:
 
     def my_reward(completions, **kwargs) -> list[float | None]    # B values; None: does not apply
 
+A value may also be a list with a number or None for each token of the completion. The sum of the
+numbers is then the reward.
+
 The keyword arguments are lists of length B, except for the last three:
 
     `prompts` are as in the data: strings, or lists of messages.
@@ -108,7 +111,7 @@ def call(function: Callable, arguments: dict, shared: dict) -> tuple[list, list,
                 raise result
         values = result.tolist() if hasattr(result, "tolist") else result  # numpy and torch
         if is_list := isinstance(values, list | tuple):
-            values = list(map(_plain, values))
+            values = _plain(values)
     # sys.exit(0) must not end the run as if it had succeeded
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         lines = (
@@ -169,9 +172,11 @@ async def _await(result: Awaitable) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to a number, a string or None, which JSON can represent."""
+    """Convert a value to a number, a string, None or a list of these, which JSON can represent."""
     if hasattr(value, "tolist"):
-        value = value.tolist()  # a numpy or torch scalar
+        value = value.tolist()  # of numpy or torch
     if isinstance(value, str | int | float | None):
         return value
+    if isinstance(value, list | tuple):
+        return list(map(_plain, value))
     return float(value) if hasattr(value, "__float__") else str(value)  # such as a Decimal

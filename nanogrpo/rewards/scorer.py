@@ -114,11 +114,15 @@ class Scorer:
             return
         arguments, shared = _arguments(samples, state)
         for sample in samples:
-            sample.rewards, sample.extra = dict.fromkeys(self.calls), {}
+            sample.rewards, sample.token_rewards, sample.extra = dict.fromkeys(self.calls), {}, {}
         try:
             for name, run in self.calls.items():
                 rewards, columns, logged = run(arguments, shared)
                 for sample, reward in zip(samples, rewards):
+                    if isinstance(reward, list) and len(reward) == len(sample.token_ids):
+                        sample.token_rewards[name] = [_number(r, name, sample) for r in reward]
+                        given = [r for r in reward if r is not None]
+                        reward = sum(given) if given else None
                     sample.rewards[name] = _number(reward, name, sample)
                 for column, values in columns:
                     if column in (*COLUMNS, *self.calls, *samples[0].extra):
@@ -144,8 +148,7 @@ class Scorer:
         for sample in samples:
             terms = [self.weights[name] * r for name, r in sample.rewards.items() if r is not None]
             sample.reward = sum(terms) if terms else None
-            if sample.conversation is not None:
-                sample.conversation.arguments = {}  # no longer needed, and perhaps not picklable
+            sample.arguments = {}  # no longer needed, and perhaps not picklable
 
     def metrics(self, gather: Callable[[Any], list]) -> dict[str, float]:
         """Return the number of lost prompts and the means of log_metric since the last call.
@@ -171,9 +174,10 @@ def _number(reward: Any, name: str, sample: Sample) -> float | None:
     if isinstance(reward, int | float) and abs(reward) <= MAX_REWARD:  # which NaN is not
         return float(reward)
     raise UserError(
-        f"the reward function {name} returned {reward} for sample {sample.index} of prompt "
-        f"{sample.prompt.id}; it must return a number from -{MAX_REWARD:g} to {MAX_REWARD:g}, or "
-        "None where it does not apply"
+        f"the reward function {name} returned {reward!s:.100} for sample {sample.index} of "
+        f"prompt {sample.prompt.id}; it must return a number from -{MAX_REWARD:g} to "
+        f"{MAX_REWARD:g}, or None where it does not apply, or a list with one of these for each of "
+        f"the {len(sample.token_ids)} tokens"
     )
 
 
@@ -188,16 +192,16 @@ def _arguments(samples: Sequence[Sample], state: TrainerState) -> tuple[dict, di
 
     arguments = dict(
         prompts=[sample.prompt.text for sample in samples],
-        completions=[_completion(sample) for sample in samples],
+        completions=[
+            s.conversation.messages
+            if s.conversation
+            else s.text
+            if isinstance(s.prompt.text, str)
+            else [{"role": "assistant", "content": s.text}]
+            for s in samples
+        ],
         completion_ids=[sample.token_ids for sample in samples],
         trainer_state=state,
         **columns([sample.prompt.columns for sample in samples]),
     )
-    return arguments, columns([s.conversation.arguments if s.conversation else {} for s in samples])
-
-
-def _completion(sample: Sample) -> str | list[dict]:
-    if sample.conversation is not None:
-        return sample.conversation.messages
-    message = {"role": "assistant", "content": sample.text}
-    return sample.text if isinstance(sample.prompt.text, str) else [message]
+    return arguments, columns([sample.arguments for sample in samples])

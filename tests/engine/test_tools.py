@@ -32,6 +32,7 @@ from nanogrpo.extras.tools.turns import TurnsEngine
 from nanogrpo.rewards import call as rewards
 from nanogrpo.rewards import plugin
 from nanogrpo.rewards.builtin import accuracy_reward, format_reward
+from nanogrpo.rewards.scorer import Scorer
 from tests.conftest import SOLO, lines, steps
 from tests.engine.chat import TEMPLATE, call, converse, write_chat_tokenizer
 
@@ -376,7 +377,7 @@ STEPS = [
 
 
 def environment_of(sample):
-    return sample.conversation.arguments["environments"]
+    return sample.arguments["environments"]
 
 
 def test_each_sample_has_an_environment_of_its_own_that_is_reset(tokenizer):
@@ -394,22 +395,35 @@ def test_each_sample_has_an_environment_of_its_own_that_is_reset(tokenizer):
     assert len(set(made[0])) == 6
 
 
-@pytest.mark.parametrize(("kind", "rewards"), [(Counter, [0, 1, 0]), (Later, [0.5] * 3)])
+class ByTurn(Counter):
+    async def get_reward(self) -> list[float]:
+        return [0.1, 0.2, 0.3]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rewards"), [(Counter, [0, 1, 0]), (Later, [0.5] * 3), (ByTurn, [0.6] * 3)]
+)
 def test_an_environment_rewards_its_completions(tokenizer, kind, rewards):
     cfg = Config(reward_funcs=("environment",), environment_factory="given")
     feature = Tools(cfg, (), kind)
     samples = converse(calls_of(tokenizer, environment=kind), STEPS, columns=[{"goal": 2}])
-    function = feature.reward("environment")
-    found = function(environments=list(map(environment_of, samples)))
-    assert (asyncio.run(found) if asyncio.iscoroutine(found) else found) == rewards
+    function, turns = feature.reward("environment"), [s.arguments["turns"] for s in samples]
+    Scorer(Config(), SOLO.device, given=[function]).score(samples)
+    assert [s.reward for s in samples] == pytest.approx(rewards)
+    assert all(
+        s.token_ids[end - 1] == s.token_ids[-1] for s, t in zip(samples, turns) for _, end in t
+    )
+    for s, own in zip(samples, turns) if kind is ByTurn else ():
+        ends = {end - 1: r for (_, end), r in zip(own, [0.1, 0.2, 0.3])}
+        assert s.token_rewards[kind.__name__] == [ends.get(i) for i in range(len(s.token_ids))]
     assert function.__name__ == kind.__name__
     assert feature.reward("accuracy") is None
 
 
 def test_an_exception_of_get_reward_names_its_line_without_control_characters():
-    function, shared = Environments(Broken).reward(), {"environments": [Broken()]}
+    function, shared = Environments(Broken).reward(), {"environments": [Broken()], "turns": [[]]}
     with pytest.raises(UserError, match=r"raised ValueError: \ufffd\]0;x \(at test_tools.py:"):
-        rewards.call(function, {"completions": [""]}, shared)
+        rewards.call(function, {"completions": [""], "completion_ids": [[]]}, shared)
 
 
 def test_an_observation_becomes_part_of_the_prompt(tokenizer):

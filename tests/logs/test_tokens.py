@@ -152,7 +152,7 @@ def test_the_texts_of_the_tokens_make_up_the_completion(tmp_path):
     tokenizer = Tokenizer(make_folder(tmp_path / "chat"))
     text = "The sum is 7.\n\tна 日本 👩‍🚀 é\u2028 end"
     ids = [*tokenizer.encode(text, special=False), *tokenizer.stop_token_ids[:1]]
-    pieces = TokenLog(config(tmp_path))._pieces(ids, tokenizer)
+    pieces = tokens.pieces(ids, tokenizer, {})
     assert len(pieces) == len(ids)
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=False)
     assert "" in pieces  # a character of several tokens
@@ -160,7 +160,7 @@ def test_the_texts_of_the_tokens_make_up_the_completion(tmp_path):
     # a part of a character remains at the end, and a broken one in the middle
     broken = ids[:-1] + tokenizer.encode("👩", special=False)[:1]
     for some in (broken, broken + ids):
-        pieces = TokenLog(config(tmp_path))._pieces(some, tokenizer)
+        pieces = tokens.pieces(some, tokenizer, {})
         assert len(pieces) == len(some)
         assert "\ufffd" in "".join(pieces)
 

@@ -98,6 +98,10 @@ def test_rewards_are_weighted_and_none_is_left_out():
         {"constant": None, "constant_2": None},
     ]
     assert [sample.reward for sample in samples] == [-9.5, 1.0, -30.0, None]
+    score(samples, [returns([1, None], torch.tensor([2.0, 3.0]), (None, None), 1)], weights=[2.0])
+    assert [sample.reward for sample in samples] == [2.0, 10.0, None, 2.0]
+    given = [sample.token_rewards.get("constant") for sample in samples]
+    assert given == [[1.0, None], [2.0, 3.0], [None, None], None]
     score(samples, [returns(1, 2, None, None), returns(10, None, 30, None)])
     assert [sample.reward for sample in samples] == [11.0, 2.0, 30.0, None]
 
@@ -142,7 +146,10 @@ def test_partials_and_instances_have_names():
             [1.0, -1.1e30],
             r"returned -1\.1e\+30 for sample 1 of prompt 17; it must return a number from -1e",
         ),
-        ([1.0, torch.tensor([1.0, 2.0])], "for sample 1 of prompt 17"),
+        (
+            [1.0, torch.ones(3)],
+            "for sample 1 of prompt 17; .* one of these for each of the 2 tokens",
+        ),
         (torch.ones(2, 1), r"returned \[1.0\] for sample 0"),
         ([1.0, Fraction(10**400)], "raised OverflowError: "),
         ([1.0], "returned 1 values; it must return a list of 2 values, one for each"),

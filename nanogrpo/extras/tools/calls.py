@@ -136,7 +136,7 @@ class ToolCalls:
         shown: dict[tuple[int, str], Prompt] = {}
         for i, s in enumerate(samples):
             observation = environments.reset(i, s.prompt)
-            _conversation(s).arguments = {"environments": environments.get(i)}
+            s.arguments["environments"] = environments.get(i)
             # Samples with the same observation get the same prompt, which is computed only once.
             key = s.prompt.id, observation
             if key not in shown:
@@ -184,7 +184,7 @@ class ToolCalls:
 
     def _call(self, s: Sample, call: Call) -> Answer | Coroutine:
         """Call a tool and return its answer, or the coroutine of an async tool."""
-        own = methods(_conversation(s).arguments.get("environments"))
+        own = methods(s.arguments.get("environments"))
         functions = {f.__name__: f for f in [*self.functions, *own]}
         if not call.name:
             return failed(f"The tool call cannot be read: write {FORM}.")

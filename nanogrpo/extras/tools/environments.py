@@ -67,17 +67,29 @@ class Environments:
 
     def reward(self) -> Callable | None:
         """Return the reward function that calls `get_reward` of the environments, or None if their
-        class has no such method. The function is named after the class.
+        class has no such method. The function is named after the class. A list of one reward per
+        turn becomes one per token: a turn's reward belongs to its last token.
         """
         method = getattr(self.pool[0], "get_reward", None)
         if method is None:
             return None
 
-        def get_reward(environments: list, **kwargs) -> list:
-            return [environment.get_reward() for environment in environments]
+        def by_token(rewards: list, completion_ids: list, turns: list) -> list:
+            for i, reward in enumerate(rewards):
+                if isinstance(reward, list):
+                    rewards[i] = [None] * len(completion_ids[i])
+                    for (_, end), each in zip(turns[i], reward, strict=True):
+                        rewards[i][end - 1] = each
+            return rewards
 
-        async def get_reward_async(environments: list, **kwargs) -> list:
-            return [await each for each in get_reward(environments)]
+        def get_reward(environments: list, completion_ids: list, turns: list, **_: Any) -> list:
+            return by_token([each.get_reward() for each in environments], completion_ids, turns)
+
+        async def get_reward_async(
+            environments: list, completion_ids: list, turns: list, **_: Any
+        ) -> list:
+            rewards = [await each.get_reward() for each in environments]
+            return by_token(rewards, completion_ids, turns)
 
         function = get_reward_async if inspect.iscoroutinefunction(method) else get_reward
         function.__name__ = self.name

@@ -142,6 +142,13 @@ def _append(
     s.is_model_token = [*(s.is_model_token or []), *[is_model_token] * len(ids)]
 
 
+def spans(indices: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (start, end) of each run of consecutive indices: [2, 3, 7] → [(2, 4), (7, 8)]."""
+    known = {*indices}
+    starts = (i for i in indices if i - 1 not in known)
+    return [*zip(starts, (i + 1 for i in indices if i + 1 not in known))]
+
+
 class TurnsEngine(Wrapper):
     """A wrapper around an engine: a rollout function writes the completions (see the module
     docstring).
@@ -185,6 +192,7 @@ class TurnsEngine(Wrapper):
             pass
         for s in samples:
             self._check(s, params.max_tokens)
+            s.arguments["turns"] = spans(s.model_token_indices)
         return samples
 
     def _check(self, s: Sample, limit: int) -> None:

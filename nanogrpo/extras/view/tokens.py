@@ -134,38 +134,39 @@ class TokenLog(Feature):
         """Return the columns that are known only to the rank that drew the sample."""
         ids, written = sample.token_ids, sample.model_token_indices
         logp = placed([sample.logp[i] for i in written], written, len(ids))
-        line = {"row": row, "id": [*ids], "text": self._pieces(ids, tokenizer), "logp": logp}
+        line = {"row": row, "id": [*ids], "text": pieces(ids, tokenizer, self.texts), "logp": logp}
         if each := sample.token_advantages:
             line["advantage"] = placed([each[i] for i in written], written, len(ids))
         return line
 
-    def _pieces(self, ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
-        """Return the text of each token, including special tokens.
 
-        A token is decoded after another token, because some tokenizers drop a space at the start of
-        a text. Tokens that end within a character are decoded together.
-        """
-        before = tokenizer.encode("a", special=False)
-        cut = len(tokenizer.decode(before))
+def pieces(ids: Sequence[int], tokenizer: Tokenizer, texts: dict[int, str]) -> list[str]:
+    """Return the text of each token, including special tokens. texts: a cache of all calls.
 
-        def decoded(run: list[int]) -> str:
-            return tokenizer.decode(before + run, skip_special_tokens=False)[cut:]
+    A token is decoded after another token, because some tokenizers drop a space at the start of
+    a text. Tokens that end within a character are decoded together.
+    """
+    before = tokenizer.encode("a", special=False)
+    cut = len(tokenizer.decode(before))
 
-        out = []
-        run = []  # tokens that do not make a whole character yet
-        for i in ids:
-            if i not in self.texts:
-                self.texts[i] = decoded([i])
-            run.append(i)
-            text = self.texts[i] if len(run) == 1 else decoded(run)
-            if text.endswith("\ufffd") and len(run) < 4:  # UTF-8 has at most four bytes
-                out.append("")
-            else:
-                out.append(text)
-                run.clear()
-        if run:
-            out[-1] = decoded(run)
-        return out
+    def decoded(run: list[int]) -> str:
+        return tokenizer.decode(before + run, skip_special_tokens=False)[cut:]
+
+    out = []
+    run = []  # tokens that do not make a whole character yet
+    for i in ids:
+        if i not in texts:
+            texts[i] = decoded([i])
+        run.append(i)
+        text = texts[i] if len(run) == 1 else decoded(run)
+        if text.endswith("\ufffd") and len(run) < 4:  # UTF-8 has at most four bytes
+            out.append("")
+        else:
+            out.append(text)
+            run.clear()
+    if run:
+        out[-1] = decoded(run)
+    return out
 
 
 def computed(

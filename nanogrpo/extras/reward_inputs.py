@@ -1,0 +1,112 @@
+"""Give reward functions more arguments, with one entry per token, if a function names them.
+
+    def surprise(logp, **kwargs):
+        return [[-0.01 * x for x in each] for each in logp]      # a reward for each token
+
+    logp     the engine's log-probs
+    entropy  the entropies of the policy in nats, which cost one more forward pass
+    pieces   the texts of the tokens
+
+In: the samples of the engine. Out: the same samples, with lists in `Sample.arguments`. The numbers
+of inserted text, such as a tool's answer, are 0. A column of the data with the same name comes
+first. Read next: rewards/scorer.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import importlib.util
+import inspect
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from nanogrpo.engine.base import Engine, SamplingParams
+from nanogrpo.extras.view.tokens import pieces
+from nanogrpo.extras.wrapper import Wrapper
+from nanogrpo.feature import Feature
+from nanogrpo.grpo import packing, schedule
+from nanogrpo.grpo.loss import logp_of
+from nanogrpo.rewards import plugin
+from nanogrpo.types import Prompt, Sample
+
+if TYPE_CHECKING:
+    from nanogrpo.run.setup import Run
+
+
+NAMES = {"logp", "entropy", "pieces"}
+
+
+def asked(functions: Iterable[str | Callable]) -> set[str]:
+    """Return the arguments of this file that one of the reward functions names.
+
+    The source of a named function is read here, but only the reward process runs it. An error in
+    the source is reported there.
+    """
+    found: set[str] = set()
+    for function in functions:
+        if not isinstance(function, str):
+            found |= inspect.signature(function).parameters.keys()
+            continue
+        where, _, name = plugin.split_arguments(function)[0].rpartition(":")
+        with contextlib.suppress(OSError, SyntaxError, ImportError, ValueError):
+            spec = None if where.endswith(".py") else importlib.util.find_spec(where)
+            for node in ast.parse(Path((spec and spec.origin) or where).read_bytes()).body:
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+                    found |= {each.arg for each in (*node.args.args, *node.args.kwonlyargs)}
+    return found & NAMES
+
+
+class RewardInputs(Feature):
+    def __init__(self, names: Collection[str]):
+        self.names = names
+
+    def wrap(self, engine: Engine, run: Run) -> Engine:
+        return InformedEngine(engine, run, self.names)
+
+
+class InformedEngine(Wrapper):
+    """An engine that adds the arguments to the samples."""
+
+    def __init__(self, engine: Engine, run: Run, names: Collection[str]):
+        columns = {name for prompt in run.prompts for name in prompt.columns}
+        self.engine, self.run, self.names = engine, run, {*names} - columns
+        self.texts: dict[int, str] = {}
+
+    def sample(
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
+    ) -> list[Sample]:
+        samples = self.engine.sample(prompts, n, params, step)
+        for s in samples if "logp" in self.names else ():
+            s.arguments["logp"] = s.logp
+        for s in samples if "pieces" in self.names else ():
+            s.arguments["pieces"] = pieces(s.token_ids, self.run.tokenizer, self.texts)
+        if "entropy" in self.names:
+            add_entropies(self.run, samples)
+        return samples
+
+
+@torch.no_grad()
+def add_entropies(run: Run, samples: Sequence[Sample]) -> None:
+    """Set the argument `entropy`: nats of the policy at the sampling temperature of training. Every
+    rank must call this function.
+    """
+    cfg = dataclasses.replace(run.cfg, mask_truncated_completions=False)
+    facts = [s.facts._replace(all_gradients=True) for s in samples]
+    update = schedule.plan(range(len(samples)), facts, cfg)
+    # the ranks compute their own samples, but the same number of micro-batches
+    most = max(run.world.gather(len(update.strips[0])))
+    update.strips[0] += [[] for _ in range(most - len(update.strips[0]))]
+    for s in samples:
+        s.arguments["entropy"] = [0.0] * len(s.token_ids)
+    for batch in packing.pack(update, samples, cfg, device=run.world.device):
+        _, entropy = run.model.forward_strip(batch, logp_of(batch, cfg))
+        for i in batch.sample.unique().tolist():
+            each = np.zeros(len(samples[i].token_ids))
+            each[samples[i].model_token_indices] = entropy[batch.sample == i].float().cpu()
+            samples[i].arguments["entropy"] = each.tolist()
