@@ -149,6 +149,11 @@ ROWS = {
         recipe="self_play",
         prepare=lambda folder: _asks(folder),
     ),
+    "ScaleRL": Row("--max-pass-rate 0.5 --token-budget 60", recipe="scale_rl", tolerance=1e-6),
+    "rejection": Row(
+        "--rejection worst --rejection-bound 1.1 --num-iterations 2 --entropy-coef 0.01",
+        recipe="rejection",
+    ),
     "8-bit optimizer": Row(
         # each rank has its own blocks, so the rounding differs
         "--optim adamw_torch_8bit",

@@ -1,0 +1,78 @@
+"""Rejection of completions that the policy has moved away from, by the mean or the worst ratio.
+
+Δ_t = log π(y_t) - log μ(y_t) compares the current policy π with the engine μ that sampled token t.
+A completion is kept only if
+
+    geometric:  |mean_t Δ_t| ≤ log c      the geometric mean of the ratios is in [1/c, c]
+    worst:      max_t |Δ_t| ≤ log c       all ratios are in [1/c, c]
+
+All tokens of other completions get the factor 0, after every update. The KL keeps its weight. The
+geometric mean does not depend on the length (Liu et al. 2025, "When Speed Kills Stability"), and
+one impossible token is enough for the other rule, as in the veto of verl. The masks by each token's
+ratio and by the product of the ratios are options (--vllm-importance-sampling-mode token_mask and
+sequence_mask). The ratio differs from 1 if a step has several updates, if samples are stale, or if
+engine and trainer round differently.
+
+    python examples/recipes/rejection.py --model runs/base --data arithmetic --output-dir runs/r \\
+        --num-iterations 4 --rejection worst --rejection-bound 3
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from nanogrpo.config import option
+from nanogrpo.extras.options import Config
+from nanogrpo.extras.recipe import main
+from nanogrpo.feature import Feature
+from nanogrpo.grpo import loss
+
+
+@dataclass(frozen=True)
+class Options(Config):
+    rejection: str = option(
+        "geometric", "ratio that rejects a completion", choices=("geometric", "worst")
+    )
+    rejection_bound: float = option(2.0, "c: keep completions with a ratio in [1/c, c]", "> 1")
+
+
+class Rejection(Feature):
+    def model(self, model, inputs):
+        self.features = inputs.features
+        self.features.sort(key=lambda feature: feature is not self)  # see `objective`
+
+    def objective(self, batch, cfg):
+        """Mask the importance, then use the loss of the next feature, or of the core."""
+
+        def masked(hidden, lm_head):
+            with torch.no_grad():
+                logp, _ = loss.logp_of(batch, cfg)(hidden, lm_head)  # [M]
+            keep = kept(logp - batch.sampling_logp, batch.sample, cfg).float()  # [M]
+            importance = keep if batch.importance is None else keep * batch.importance
+            rest = replace(batch, importance=importance), cfg, self.features[1:]
+            out = loss.objective(*rest)(hidden, lm_head)
+            return out._replace(metrics=out.metrics | {"rejected": 1 - keep})
+
+        return masked
+
+
+def kept(delta, sample, cfg):
+    """Return which tokens belong to completions that are kept. delta, sample: [M]."""
+    _, member = sample.unique(return_inverse=True)
+    start = delta.new_zeros(int(member.max()) + 1 if len(member) else 0)
+    if cfg.rejection == "geometric":
+        far = start.scatter_reduce(0, member, delta, "mean", include_self=False).abs()
+    else:
+        far = start.scatter_reduce(0, member, delta.abs(), "amax")
+    return (far <= math.log(cfg.rejection_bound))[member]
+
+
+def features(cfg):
+    return [Rejection()]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(Options, features))

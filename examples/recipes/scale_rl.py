@@ -1,0 +1,87 @@
+"""Two parts of ScaleRL (Khatri et al. 2025, 2510.13786): averaging by prompt, and no-positive
+resampling.
+
+    L = 1/P · Σ_p 1/(Σ_i |y_i|) · Σ_i Σ_t l_it      p: prompts; y_i: completions of p; t: tokens
+
+All prompts have the same weight in L, and all tokens of a prompt. P is the number of prompts of the
+optimizer step, on all ranks, in which an advantage differs from 0 (ScaleRL's zero-variance filter).
+This average takes the place of that of --loss-type.
+
+s_p is the mean of r over all completions of prompt p so far, where r is the reward from the first
+function of --reward-funcs, which must be from 0 to 1. Prompts with s_p ≥ `max_pass_rate` are not
+drawn again. Other prompts are drawn at random in their place. The sums of r are part of a
+checkpoint, so a resumed run draws the prompts of the uninterrupted run.
+
+train.py has other parts of ScaleRL as options: its loss, and a standard deviation over the step.
+
+    python examples/recipes/scale_rl.py --model runs/base --data arithmetic --output-dir runs/s \\
+        --loss-type cispo --epsilon-high 5 --scale-rewards batch
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nanogrpo.config import option
+from nanogrpo.engine.base import stream
+from nanogrpo.extras.options import Config
+from nanogrpo.extras.recipe import main
+from nanogrpo.feature import Feature
+from nanogrpo.grpo.loss import is_trained
+
+
+@dataclass(frozen=True)
+class Options(Config):
+    max_pass_rate: float = option(0.9, "pass rate at which a prompt is no longer drawn", "> 0")
+
+    def problems(self):
+        if self.max_staleness:
+            yield "--max-staleness cannot be used with ScaleRL's draws, which follow each step."
+
+
+class ScaleRL(Feature):
+    def model(self, model, inputs):
+        self.history = torch.zeros(2, len(inputs.prompts), dtype=torch.float64)  # Σ r, completions
+
+    def tensors(self):
+        return {"scale_rl.history": self.history}
+
+    def running(self, run):
+        plain, limit = run.draw_all, run.cfg.max_pass_rate
+
+        def draw_all(seed, step):
+            total, count = self.history.tolist()
+            first, random = plain(seed, step), np.random.RandomState(stream(seed, step, 0, 2) >> 31)
+            more = [run.prompts[i] for i in random.permutation(len(run.prompts))]
+            each = {p.id: p for p in [*first, *more]}.values()  # without repetition
+            left = [p for p in each if total[p.id] < limit * max(count[p.id], 1)]
+            return [*left, *first][: len(first)]  # `first` again if too few prompts are left
+
+        run.draw_all = draw_all
+
+    def scored(self, run, samples, step):
+        rows = [(s.facts, next(iter(s.rewards.values()))) for s in samples]
+        rows = run.world.concat(rows)  # of all ranks, in the order of batch.sample
+        for fact, r in rows:
+            if r is not None:
+                self.history[:, fact.prompt] += torch.tensor([r, 1.0])
+        lengths = [fact.length * is_trained(fact, run.cfg) for fact, _ in rows]
+        self.tokens = torch.tensor(lengths).view(-1, run.cfg.num_generations).sum(1)  # [P]
+
+    def batches(self, run, batches):
+        groups = [batch.sample // run.cfg.num_generations for batch in batches]  # [M] each
+        mine = {p for g, batch in zip(groups, batches) for p in g[batch.advantage != 0].tolist()}
+        prompts = len({*run.world.concat([*mine])})
+        for group, batch in zip(groups, batches):
+            batch.weight = 1 / (max(prompts, 1) * self.tokens.to(group.device)[group]).float()
+
+
+def features(cfg):
+    return [ScaleRL()]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(Options, features))
