@@ -218,13 +218,18 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(
 # --- 10: it learns ---
 
 
+def learned(lines: list[dict]) -> tuple[float, float]:
+    """Return the mean reward of the first four steps, and of the last four."""
+    first, last = (sum(line["reward"] for line in part) / 4 for part in (lines[:4], lines[-4:]))
+    return first, last
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_the_reward_rises(digit_base, digit_data, tmp_path, loss_type):
     options = ["--max-steps", "30", "--loss-type", loss_type]
-    rewards = [line["reward"] for line in run(digit_base, digit_data, tmp_path, *options)]
-    before, after = sum(rewards[:4]) / 4, sum(rewards[-4:]) / 4
-    assert before < 0.6, rewards
-    assert after > before + 0.2, rewards
+    before, after = learned(run(digit_base, digit_data, tmp_path, *options))
+    assert before < 0.6
+    assert after > before + 0.2
 
 
 def test_with_negated_advantages_the_accuracy_falls(digit_base, digit_data, tmp_path, monkeypatch):
@@ -233,9 +238,6 @@ def test_with_negated_advantages_the_accuracy_falls(digit_base, digit_data, tmp_
     monkeypatch.setattr(
         advantages, "group_relative", lambda *args: (-right_way(*args)[0], right_way(*args)[1])
     )
-    rewards = [
-        line["reward"] for line in run(digit_base, digit_data, tmp_path, "--max-steps", "16")
-    ]
-    before, after = sum(rewards[:4]) / 4, sum(rewards[-4:]) / 4
-    assert before > 0.2, rewards
-    assert after < before / 3, rewards
+    before, after = learned(run(digit_base, digit_data, tmp_path, "--max-steps", "16"))
+    assert before > 0.2
+    assert after < before / 3

@@ -13,8 +13,10 @@ import train
 from nanogrpo import Config
 from nanogrpo.extras.lora import adapters, lora
 from nanogrpo.extras.lora.feature import LoRA
+from nanogrpo.grpo import loss as grpo
 from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
+from nanogrpo.types import PackedBatch
 from tests.conftest import SOLO, positions_of, random_tokens, tiny_model, write_base
 from tests.distributed.training import load_sharded
 
@@ -54,6 +56,12 @@ def loaded(base: Path, cfg: Config) -> Decoder:
     model = feature.decoder(base) or checkpoint.empty_model(base)
     lora.attach(model, cfg)
     return load_sharded(base, SOLO, cfg, model, [feature])
+
+
+def gradient(model: Decoder, batch: PackedBatch, cfg: Config) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model.forward_strip(batch, grpo.objective(batch, cfg)).loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def logits(model: Decoder, seed: int = 5) -> torch.Tensor:

@@ -17,19 +17,11 @@ from nanogrpo.extras.lora import adapters, lora
 from nanogrpo.extras.lora.options import LORA_TARGETS
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.model import weights
-from nanogrpo.model.decoder import Decoder
 from nanogrpo.run import optim
-from nanogrpo.types import PackedBatch
 from tests.conftest import positions_of, random_batch, tiny_model
-from tests.model.lora_models import adapted, logits, nudge
+from tests.model.lora_models import adapted, gradient, logits, nudge
 
 LORA = Config(lora_r=4, lora_alpha=10)
-
-
-def gradient(model: Decoder, batch: PackedBatch, cfg: Config = LORA) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    model.forward_strip(batch, grpo.objective(batch, cfg)).loss.backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 # --- the equation ---
@@ -68,7 +60,7 @@ def test_the_gradient_equals_that_of_the_dense_formulation(shape):
     functional_call(
         plain, weights, (batch.tokens, batch.positions, attend, batch.rows, dense)
     ).backward()
-    found = gradient(model, batch)
+    found = gradient(model, batch, LORA)
     assert found.keys() == pairs.keys()
     assert len(found) == 2 * 2 * len(LORA_TARGETS)
     for name, g in found.items():
@@ -151,7 +143,7 @@ def test_a_bfloat16_base_computes_what_a_float32_base_computes_in_bfloat16():
     a, b = (model.forward_strip(batch, grpo.objective(batch, LORA)) for model in (half, rounded))
     assert a.logp.dtype == a.loss.dtype == torch.float32
     assert torch.equal(a.logp, b.logp)
-    found, expected = gradient(half, batch), gradient(rounded, batch)
+    found, expected = gradient(half, batch, LORA), gradient(rounded, batch, LORA)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[n], expected[n].float()) for n in found)
     with lora.disabled(half), lora.disabled(rounded):

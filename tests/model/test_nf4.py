@@ -30,7 +30,7 @@ from nanogrpo.model import checkpoint, weights
 from nanogrpo.model.decoder import Decoder
 from tests.conftest import random_batch, write_base
 from tests.model import lora_models
-from tests.model.lora_models import logits, nudge
+from tests.model.lora_models import gradient, logits, nudge
 from tests.model.peers import theirs
 from tests.run.allocator import most_at_once
 from tests.run.test_memory import Live
@@ -63,12 +63,6 @@ def dequantized(base: Path, cfg: Config = PLAIN) -> Decoder:
             if name.endswith(tuple(f"{target}.weight" for target in LORA_TARGETS)):
                 p.copy_(as_in_bitsandbytes(p))
     return model
-
-
-def gradient(model: Decoder, batch) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    model.forward_strip(batch, grpo.objective(batch, FOUR)).loss.backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +113,8 @@ def test_the_gradients_are_those_of_a_dequantized_model_in_float64(name, request
     batch.advantage, batch.weight, batch.old_logp = (
         x.double() for x in (batch.advantage, batch.weight, batch.old_logp)
     )
-    expected = gradient(dequantized(folder).double(), batch)
-    found = gradient(loaded(folder).double(), batch)
+    expected = gradient(dequantized(folder).double(), batch, FOUR)
+    found = gradient(loaded(folder).double(), batch, FOUR)
     assert found.keys() == expected.keys()
     assert len(found) == 2 * 2 * len(LORA_TARGETS)
     for n, g in found.items():
@@ -146,7 +140,7 @@ def test_all_layers_of_the_blocks_are_in_four_bits_and_only_adapters_are_trained
     adapted = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, lora.LoRALinear)}
     assert adapted == set(targets or LORA_TARGETS)
     assert all(p.requires_grad == lora.is_adapter(n) for n, p in model.named_parameters())
-    found = gradient(model, random_batch([(3, 9), (5, 4)], vocab_size=104))
+    found = gradient(model, random_batch([(3, 9), (5, 4)], vocab_size=104), FOUR)
     assert len(found) == 2 * 2 * len(adapted)
 
 
@@ -158,8 +152,8 @@ def test_a_full_matrix_never_outlives_its_product(tmp_path):
     batch = random_batch([(3, 9), (5, 4)], vocab_size=104)
     kept, peak = [], []
     for model in (loaded(base), loaded(base, PLAIN)):
-        gradient(model, batch)
-        peak.append(most_at_once(functools.partial(gradient, model, batch)))
+        gradient(model, batch, FOUR)
+        peak.append(most_at_once(functools.partial(gradient, model, batch, FOUR)))
         with Live(model) as live:
             loss = model.forward_strip(batch, grpo.objective(batch, FOUR)).loss
             kept.append(live.bytes)

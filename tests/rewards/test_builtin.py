@@ -20,39 +20,29 @@ from tests.rewards.conftest import make_samples, runner
 
 
 @pytest.mark.parametrize(
-    ("text", "reward"),
+    ("function", "text", "reward"),
     [
-        ("<think>a</think><answer>7</answer>", 1),
-        (" <think>\na\n</think>\n\n<answer>\n7\n</answer>\n", 1),
-        ("a</think><answer>7</answer>", 1),  # the template ended the prompt with <think>
-        ("<think></think><answer>7</answer>", 1),
-        ("<answer>7</answer>", 0),
-        ("<think>a</think>7", 0),
-        ("<think>a</think><answer> </answer>", 0),
-        ("so <think>a</think><answer>7</answer>", 0),
-        ("<think>a</think> so <answer>7</answer>", 0),
-        ("<think>a</think><answer>7</answer><answer>8</answer>", 0),
-        ("<think><answer>7</answer></think>", 0),
-        ("", 0),
+        (format_reward, "<think>a</think><answer>7</answer>", 1),
+        (format_reward, " <think>\na\n</think>\n\n<answer>\n7\n</answer>\n", 1),
+        (format_reward, "a</think><answer>7</answer>", 1),  # the prompt ended with <think>
+        (format_reward, "<think></think><answer>7</answer>", 1),
+        (format_reward, "<answer>7</answer>", 0),
+        (format_reward, "<think>a</think>7", 0),
+        (format_reward, "<think>a</think><answer> </answer>", 0),
+        (format_reward, "so <think>a</think><answer>7</answer>", 0),
+        (format_reward, "<think>a</think> so <answer>7</answer>", 0),
+        (format_reward, "<think>a</think><answer>7</answer><answer>8</answer>", 0),
+        (format_reward, "<think><answer>7</answer></think>", 0),
+        (format_reward, "", 0),
+        (think_format_reward, "<think>a</think>b", 1),
+        (think_format_reward, "<think>\na\n</think>\nb</think>", 1),
+        (think_format_reward, "<think>a", 0),
+        (think_format_reward, "<think>a<think>b</think>", 0),
     ],
 )
-def test_the_format_is_rewarded(text, reward):
-    assert format_reward([text]) == [reward]
-    assert format_reward([[{"role": "assistant", "content": text}]]) == [reward]
-
-
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [
-        ("<think>a</think>b", 1),
-        ("<think>\na\n</think>\nb</think>", 1),
-        ("<think>a", 0),
-        ("<think>a<think>b</think>", 0),
-    ],
-)
-def test_the_format_of_thinking_is_rewarded(text, reward):
-    assert think_format_reward([text]) == [reward]
-    assert think_format_reward([[{"role": "assistant", "content": text}]]) == [reward]
+def test_the_format_is_rewarded(function, text, reward):
+    assert function([text]) == [reward]
+    assert function([[{"role": "assistant", "content": text}]]) == [reward]
 
 
 def test_reasoning_that_never_ends_is_wrong():

@@ -154,14 +154,3 @@ def test_other_files_are_never_overwritten(tmp_path, capsys, change, linked):
     assert len(lines) == 1
     assert re.match(rf"error: {folder}.* holds other files.*: choose another folder\.", lines[0])
     assert sorted(path.name for path in folder.iterdir()) == before
-
-
-def test_a_file_in_the_way_is_reported_in_one_sentence(tmp_path, capsys):
-    (tmp_path / "base").write_text("mine")
-    for folder in (tmp_path / "base", tmp_path / "base" / "deeper"):
-        assert commands.main(["warmup", str(folder)]) == 2
-        lines = capsys.readouterr().err.splitlines()
-        assert [line for line in lines if "warm-up" not in line or "error" in line] == lines[-1:]
-        assert lines[-1].startswith("error: ")
-        assert "choose another folder" in lines[-1]
-    assert (tmp_path / "base").read_text() == "mine"

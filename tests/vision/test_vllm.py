@@ -13,8 +13,7 @@ import io
 import json
 import math
 import socket
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ from tests.ranks import run
 from tests.vision import base as own
 from tests.vision import tiny
 from tests.vllm.fake import PARAMS, FakeVLLM, engine_of
-from tests.vllm.real import Real, gap, params, raw, sidecar, train_a_little
+from tests.vllm.real import Real, check_syncs, params, raw, serve
 
 # --- a fake server ---
 
@@ -141,9 +140,7 @@ def test_a_server_without_an_encoder_is_refused(fake):
 def real(tmp_path_factory) -> Iterator[Real]:
     folder = own.write_base(tmp_path_factory.mktemp("real") / "base")
     limit = ["--limit-mm-per-prompt.image", "3", "--limit-mm-per-prompt.video", "0"]
-    process = sidecar(folder, folder.parent / "serve.log", *limit)
-    yield Real(folder, process, process.start(60.0, threading.Event()))
-    process.stop()
+    yield from serve(folder, *limit)
 
 
 @pytest.fixture(scope="module")
@@ -152,28 +149,14 @@ def prompts(real) -> list[Prompt]:
     return own.prompts(real.folder)
 
 
-def seen(samples: Sequence) -> list:
-    """Return the samples whose prompts have pictures."""
-    return [s for s in samples if s.prompt.inputs]
-
-
 @pytest.mark.vllm
 @pytest.mark.parametrize("transport", ["broadcast", "memory"])
 def test_log_probs_agree_before_and_after_every_sync(real, prompts, transport):
     """After the first sync only the encoder changes, so cached features would show."""
     model = checkpoint.load_model(real.folder, kind=VisionDecoder)
     engine = real.engine(model, transport=transport)
-    for version in range(3):
-        engine.load(model, version)
-        for temperature in (1.0, 0.7, 0.0):
-            samples = engine.sample(prompts, 4, params(temperature), step=version)
-            assert len(samples) == 4 * len(prompts)
-            assert gap(model, samples, temperature) <= 1e-5
-        again = engine.sample(prompts[::-1], 4, params(0.0), step=version)
-        assert [s.token_ids for s in again[-4:]] == [s.token_ids for s in samples[:4]]
-        train_a_little(model if version else model.model.visual, seed=version)
-        assert gap(model, seen(samples), 0.0) > 1e-3
-    engine.close()
+    ordered = sorted(prompts, key=lambda p: p.inputs is None)  # those with pictures come first
+    check_syncs(engine, model, ordered, first=model.model.visual)
 
 
 @pytest.mark.vllm

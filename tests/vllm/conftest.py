@@ -5,14 +5,13 @@ Starting a real vLLM takes half a minute, so only tests that kill a server get t
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
 
 from tests.conftest import tiny_config, write_base
 from tests.vllm.fake import FakeVLLM
-from tests.vllm.real import SIZES, Real, sidecar
+from tests.vllm.real import SIZES, Real, serve
 
 
 @pytest.fixture
@@ -21,20 +20,14 @@ def fake() -> Iterator[FakeVLLM]:
         yield server
 
 
-def serve(tmp_path_factory: pytest.TempPathFactory, tied: bool) -> Iterator[Real]:
-    folder = write_base(tmp_path_factory.mktemp("real") / "base", tie_word_embeddings=tied, **SIZES)
-    process = sidecar(folder, folder.parent / "serve.log")
-    yield Real(folder, process, process.start(60.0, threading.Event()))
-    process.stop()
-
-
 @pytest.fixture(scope="session")
 def tied(tmp_path_factory) -> Iterator[Real]:
     """A real server that outlives all tests but the last, which suspends it for good."""
-    yield from serve(tmp_path_factory, True)
+    folder = tmp_path_factory.mktemp("tied") / "base"
+    yield from serve(write_base(folder, tie_word_embeddings=True, **SIZES))
 
 
 @pytest.fixture(scope="session")
 def untied(tmp_path_factory) -> Iterator[Real]:
     """A real server that test_recovery.py adopts and kills."""
-    yield from serve(tmp_path_factory, False)
+    yield from serve(write_base(tmp_path_factory.mktemp("untied") / "base", **SIZES))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,6 +69,13 @@ class Real:
         return self.engines[-1]
 
 
+def serve(folder: Path, *options: str) -> Iterator[Real]:
+    """Serve a checkpoint until the generator is closed."""
+    process = sidecar(folder, folder.parent / "serve.log", *options)
+    yield Real(folder, process, process.start(60.0, threading.Event()))
+    process.stop()
+
+
 def params(temperature: float, **changes) -> SamplingParams:
     options = {"max_tokens": 24, "stop_token_ids": (99,), "seed": 1} | changes
     return SamplingParams(temperature=temperature, **options)
@@ -113,8 +121,32 @@ def gap(model: Decoder, samples: Sequence[Sample], temperature: float) -> float:
     )
 
 
+def check_syncs(
+    engine: VLLMEngine, model: Decoder, prompts: Sequence[Prompt], first: torch.nn.Module
+) -> None:
+    """Check that the log-probs agree after every sync, and that the weights have moved before the
+    next. first: the part of the model whose weights move before the second sync. The completions of
+    the first prompt must depend on it.
+    """
+    for version in range(3):
+        engine.load(model, version)
+        for temperature in (1.0, 0.7, 0.0):
+            samples = engine.sample(prompts, 4, params(temperature), step=version)
+            assert len(samples) == 4 * len(prompts)
+            assert {v for s in samples for v in s.versions} == {version}
+            # the rounding of the logits is divided by the temperature, as they are
+            assert gap(model, samples, temperature) <= 1e-5 / (temperature or 1.0)
+            again = engine.sample(prompts[::-1], 4, params(temperature), step=version)
+            # seeds, not neighbours, decide
+            assert [s.token_ids for s in again[-4:]] == [s.token_ids for s in samples[:4]]
+        train_a_little(model if version else first, seed=version)
+        # so the next round shows that the weights really moved
+        assert gap(model, samples[:4], 0.0) > 1e-3
+    engine.close()
+
+
 @torch.no_grad()
-def train_a_little(model: Decoder, seed: int) -> None:
+def train_a_little(model: torch.nn.Module, seed: int) -> None:
     """Move every weight, as a training step would, and far enough to be measured."""
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():

@@ -20,7 +20,7 @@ from nanogrpo.vllm.auth import CONNECT
 from nanogrpo.vllm.server import Server, ServerError
 from nanogrpo.vllm.sleeping import SleepingEngine
 from nanogrpo.vllm.sync import WeightSync
-from tests.vllm.real import PROMPTS, gap, label, params, raw, train_a_little
+from tests.vllm.real import PROMPTS, check_syncs, gap, label, params, raw, train_a_little
 
 pytestmark = pytest.mark.vllm
 SESSION = ("/start_weight_update", "/update_weights", "/finish_weight_update")
@@ -34,22 +34,7 @@ SESSION = ("/start_weight_update", "/update_weights", "/finish_weight_update")
 def test_log_probs_agree_before_and_after_every_sync(request, head, transport):
     real = request.getfixturevalue(head)
     model = checkpoint.load_model(real.folder)
-    engine = real.engine(model, transport=transport)
-    for version in range(3):
-        engine.load(model, version)
-        for temperature in (1.0, 0.7, 0.0):
-            samples = engine.sample(PROMPTS, 4, params(temperature), step=version)
-            assert len(samples) == 24
-            assert {v for s in samples for v in s.versions} == {version}
-            # the rounding of the logits is divided by the temperature, as they are
-            assert gap(model, samples, temperature) <= 1e-5 / (temperature or 1.0)
-            again = engine.sample(PROMPTS[::-1], 4, params(temperature), step=version)
-            # seeds, not neighbours, decide
-            assert [s.token_ids for s in again[-4:]] == [s.token_ids for s in samples[:4]]
-        train_a_little(model, seed=version)
-        # so the next round shows that the weights really moved
-        assert gap(model, samples, 0.0) > 1e-3
-    engine.close()
+    check_syncs(real.engine(model, transport=transport), model, PROMPTS, first=model)
 
 
 def test_one_corrupted_tensor_shows_in_the_gap(tied):
