@@ -16,8 +16,6 @@ So e, the query in row 5, attends to the keys in the rows 0 … 2 and 4 … 5. A
 is visible to the queries in the rows 2 … 5. Read next: two_calls.py, triton/attention.py.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -12,8 +12,6 @@ Backward.   The probability of a key is exp(q·k_j / √E - lse), in whichever p
 Status.     Not run on a GPU yet.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -25,37 +23,39 @@ from torch.autograd.function import once_differentiable
 from .reference.attention import Bounds
 
 
-def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def merged(parts: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
     """Merge the outputs [T, H, E] and log-sum-exps [H, T] of several parts of the keys.
 
     The log-sum-exp of a query without keys in a part is -inf, or inf in FlashAttention 2.
     """
-    outs, lses = zip(*parts)
+    outs, lses, *_ = zip(*parts)
     each = torch.stack([lse.masked_fill(lse == math.inf, -math.inf) for lse in lses])  # [2, H, T]
     lse = each.logsumexp(0)
     weights = (each - lse).exp().transpose(1, 2).unsqueeze(3)  # [2, T, H, 1]
     return sum(w * out for w, out in zip(weights, outs)).to(outs[0].dtype), lse
 
 
+def _bounds(at: Bounds) -> Sequence[Any]:
+    return at.cu_q, at.cu_k, at.max_q, at.max_k, 0.0, at.causal  # without dropout
+
+
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, at: Bounds) -> Sequence[Any]:
     """Return output, log-sum-exp, and two tensors that the backward pass needs."""
-    bounds = at.cu_q, at.cu_k, at.max_q, at.max_k, 0.0, at.causal
-    return torch.ops.aten._flash_attention_forward(q, k, v, *bounds, False)[:4]
+    return torch.ops.aten._flash_attention_forward(q, k, v, *_bounds(at), False)[:4]
 
 
 def flash_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, at: Bounds, *saved: Any) -> Any:
     """Return the gradients of q, k and v. `saved` is the result of `flash_forward`."""
     out, lse, *state = saved
-    bounds = at.cu_q, at.cu_k, at.max_q, at.max_k, 0.0, at.causal
-    return torch.ops.aten._flash_attention_backward(dy, q, k, v, out, lse, *bounds, *state)
+    return torch.ops.aten._flash_attention_backward(dy, q, k, v, out, lse, *_bounds(at), *state)
 
 
 class _Calls(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, calls):
         parts = [flash_forward(q, k, v, at) for at in calls]
-        out, lse = merged([(y, l) for y, l, *_ in parts])
-        ctx.calls, ctx.states = calls, [state for _, _, *state in parts]
+        out, lse = merged(parts)
+        ctx.calls, ctx.states = calls, [part[2:] for part in parts]
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 

@@ -4,8 +4,6 @@ In: q [T, H, E], k and v [T, K, E], and the sequences (`Strip`). Out: [T, H, E].
 triton/attention.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

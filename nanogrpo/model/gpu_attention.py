@@ -111,7 +111,23 @@ def two_calls(q: Tensor, k: Tensor, v: Tensor, strip: Strip) -> Tensor:
     return attend(q, k, v, calls_of(strip))
 
 
-BACKENDS: dict[str, Backend] = {"torch": varlen, "two-call": two_calls, "flash4": flash4}
+def triton(q: Tensor, k: Tensor, v: Tensor, strip: Strip) -> Tensor:
+    """Call our own kernels, which attend to shared prompts in place. They are for causal attention,
+    and have not run on a GPU yet.
+    """
+    from nanogrpo.kernels.triton import attention  # a CPU does not need Triton
+
+    if not strip.causal:
+        return (varlen if q.is_cuda else sdpa)(q, k, v, strip)
+    return attention(q, k, v, strip)
+
+
+BACKENDS: dict[str, Backend] = {
+    "torch": varlen,
+    "two-call": two_calls,
+    "flash4": flash4,
+    "triton": triton,
+}
 
 
 @functools.cache
@@ -120,5 +136,7 @@ def backend(device_type: str, dtype: torch.dtype, size: int = 128) -> Backend:
     name = os.environ.get("NANOGRPO_ATTENTION", "torch")
     if name not in BACKENDS:
         raise UserError(f"NANOGRPO_ATTENTION is {name!r}: use one of {', '.join(BACKENDS)}.")
-    half = device_type == "cuda" and dtype in (torch.float16, torch.bfloat16)
-    return BACKENDS[name] if half and size % 8 == 0 and size <= 256 else sdpa
+    fast = device_type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+    if name == "triton":
+        fast = (fast or os.environ.get("TRITON_INTERPRET") == "1") and size in (16, 32, 64, 128)
+    return BACKENDS[name] if fast and size % 8 == 0 and size <= 256 else sdpa

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -78,6 +78,7 @@ T, D, H, K, E, F, V = 8192, 4096, 32, 8, 128, 12_288, 151_936
 def contracts() -> dict[str, Launch]:
     """Return a launch of every kernel by name, with the arguments that the model passes."""
     import torch
+    from nanogrpo.kernels.reference.attention import Strip
     from nanogrpo.kernels.reference.policy import Clip, LossInputs
 
     from examples import textbook
@@ -150,6 +151,14 @@ def contracts() -> dict[str, Launch]:
     add("paged.attend; paged.combine", kernels.paged_attention, *heads, keys, *pages)
     names = "sample.totals; sample.counts; sample.pick"
     add(names, kernels.sample_tokens, meta(64, V), keys, keys, 0.7)
+    strip = Strip(meta(65, dtype=torch.int32), 1024)
+    names = "attention.forward; attention.queries; attention.keys"
+    qkv = meta(T, H, E), meta(T, K, E), meta(T, K, E)
+    add(names, both_ways, lambda *qkv: kernels.attention(*qkv, strip), *qkv)
+    for name in names.split("; "):  # as on GPUs other than H100 and B200
+        options = table[name].options
+        narrow = replace(table[name], options={**options, "KEYS": options["KEYS"] // 2})
+        table[f"{name}, narrow"] = narrow
     weight, x = meta(D, F, frozen=True), meta(16, F, frozen=True)
     add("nf4.quantize", nf4_kernels.nf4_quantize, weight)
     sizes = D * F // 2, D * F // 64, D * F // 64 // 256
@@ -227,12 +236,17 @@ def report(name: str, launch: Launch, arch: int, code: bool = True) -> dict:
     facts: dict[str, Any] = {"kernel": name, "arch": arch, "threads": 32 * launch.warps}
     for word in ("REG", "STACK", "LOCAL"):  # spilled registers go to the stack, in local memory
         facts[word] = int(re.search(rf"\b{word}:(\d+)", usage).group(1))  # type: ignore[union-attr]
+    facts["shared"] = compiled(launch, arch).metadata.shared  # bytes
+    products = r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)"
+    facts["products"] = len(re.findall(products, asm["ptx"]))
+    facts["atomics"] = len(re.findall(r"\b(?:atom|red)\.", asm["ptx"]))
     # min and max that lose a NaN
     facts["drops_nan"] = len(re.findall(r"\b(?:min|max)\.f32", asm["ptx"]))
     if not code:
         return facts
     instructions, loops = disassemble(asm["cubin"])
     block = launch.options.get("R", 1) * launch.options.get("C", 1)
+    block *= launch.options.get("ROWS", 1) * launch.options.get("KEYS", 1)
     block = launch.options.get("BLOCK", block)
     facts |= {"instructions": len(instructions), "loops": []}
     facts["fused"] = sum(operation(i).startswith("FFMA") for i in instructions)
@@ -256,7 +270,8 @@ WIDEST += ("terms", "terms, on policy", "norm.backward", "rope.backward", "swigl
 WIDEST += ("rope.backward, 64 heads", "gather.sum", "paged.attend", "paged.combine")
 WIDEST += ("sample.totals", "sample.counts", "sample.pick")
 WIDEST += ("nf4.quantize", "nf4.dequantize", "nf4.matmul")
-ARCHS = (80, 89, 90, 100, 120)  # A100, RTX 4090, H100, B200, RTX 5090
+ARCHS = (80, 86, 89, 90, 100, 120)  # A100, RTX 3090, RTX 4090, H100, B200, RTX 5090
+ATTENTION = ("attention.forward", "attention.queries", "attention.keys")
 
 
 def main() -> None:
@@ -265,7 +280,8 @@ def main() -> None:
     for name, launch in table.items():
         print(json.dumps(report(name, launch, 90)), flush=True)
     for arch in ARCHS:
-        for name in WIDEST if arch != 90 else ():
+        own = ATTENTION if arch == 100 else tuple(f"{name}, narrow" for name in ATTENTION)
+        for name in own + WIDEST if arch != 90 else ():
             print(json.dumps(report(name, table[name], arch, code=False)), flush=True)
 
 

@@ -78,4 +78,4 @@ def draw(strip: StripAttention, H: int, K: int, E: int) -> list[Tensor]:
     """Return q, k, v and the gradient of the output."""
     g = torch.Generator().manual_seed(0)
     count = int(strip.cu_seqlens[-1])
-    return [2 * torch.randn(count, heads, E, generator=g) for heads in (H, K, K, H)]
+    return [torch.randn(count, heads, E, generator=g) for heads in (H, K, K, H)]

@@ -15,7 +15,7 @@ from nanogrpo.kernels.reference.attention import Bounds
 from nanogrpo.errors import UserError
 from nanogrpo.kernels import two_calls as merging
 from nanogrpo.model import gpu_attention
-from nanogrpo.model.gpu_attention import calls_of, flash4, sdpa, two_calls, varlen
+from nanogrpo.model.gpu_attention import calls_of, flash4, sdpa, triton, two_calls, varlen
 from tests.conftest import (
     COMPLETIONS,
     PROMPT,
@@ -37,10 +37,15 @@ def test_the_reference_attention_is_the_equation(H, K, causal):
     torch.testing.assert_close(strip(0, q, k, v).double(), expected, rtol=0, atol=1e-5)
 
 
-def test_completions_that_share_a_prompt_equal_those_that_repeat_it():
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_completions_that_share_a_prompt_equal_those_that_repeat_it(name, monkeypatch):
     """Compares outputs and gradients. The keys of the prompt receive the sum of the completions'
     gradients.
     """
+    chosen = {"torch": sdpa, "triton": triton}[name]
+    monkeypatch.setenv("NANOGRPO_ATTENTION", name)
+    gpu_attention.backend.cache_clear()
+    assert gpu_attention.backend("cpu", torch.float32, 16) is chosen
     model = tiny_model()
     prompt, *completions = random_tokens(PROMPT + sum(COMPLETIONS)).split([PROMPT, *COMPLETIONS])
     positions = torch.cat([torch.arange(PROMPT), *(PROMPT + torch.arange(n) for n in COMPLETIONS)])
@@ -63,9 +68,14 @@ def test_completions_that_share_a_prompt_equal_those_that_repeat_it():
 
     torch.testing.assert_close(shared, repeated, rtol=0, atol=1e-5)
     for name in expected:
-        assert (gradients[name] - expected[name]).abs().max() <= 1e-5 * expected[
-            name
-        ].abs().max(), name
+        error = (gradients[name] - expected[name]).abs().max()
+        assert error <= 1e-5 * expected[name].abs().max(), name
+
+
+@pytest.fixture(autouse=True)
+def no_cache():
+    yield
+    gpu_attention.backend.cache_clear()
 
 
 # --- shared prompts in two calls ---
@@ -132,9 +142,7 @@ def test_two_calls_are_one(fast, groups, installed):
 
 
 def test_a_backend_is_chosen_on_request(monkeypatch):
-    def chosen(*args):
-        gpu_attention.backend.cache_clear()
-        return gpu_attention.backend(*args)
+    chosen = gpu_attention.backend.__wrapped__  # without the cache
 
     assert chosen("cuda", torch.bfloat16) is varlen
     for name, expected in (("flash4", flash4), ("two-call", two_calls)):
@@ -147,7 +155,6 @@ def test_a_backend_is_chosen_on_request(monkeypatch):
     monkeypatch.setenv("NANOGRPO_ATTENTION", "flash")
     with pytest.raises(UserError, match=r"^NANOGRPO_ATTENTION is 'flash': use one of torch, "):
         chosen("cuda", torch.bfloat16)
-    gpu_attention.backend.cache_clear()
 
 
 def test_our_call_fits_flash_attn(installed):
@@ -165,7 +172,7 @@ def test_our_call_fits_flash_attn(installed):
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("fast", [varlen, flash4, two_calls])
+@pytest.mark.parametrize("fast", [varlen, flash4, two_calls, triton])
 def test_fast_backends_agree_with_the_equation(fast, shared, causal):
     """With grouped queries. flash-attn 4 has no backward before Hopper."""
     if fast is flash4:
