@@ -154,6 +154,18 @@ ROWS = {
         "--rejection worst --rejection-bound 1.1 --num-iterations 2 --entropy-coef 0.01",
         recipe="rejection",
     ),
+    "process rewards": Row(
+        "--num-iterations 2 --token-budget 60 --max-resample-times 1",
+        recipe="process",
+        prepare=lambda folder: _by_token(folder),
+        tolerance=1e-6,
+    ),
+    "turn rewards": Row(
+        f"--rollout {ranks.ROOT}/examples/calculator.py:rollout --max-completion-length 24",
+        recipe="turns",
+        prepare=lambda folder: _by_token(folder),
+        tolerance=1e-6,
+    ),
     "8-bit optimizer": Row(
         # each rank has its own blocks, so the rounding differs
         "--optim adamw_torch_8bit",
@@ -173,6 +185,17 @@ def _some_prompts(folder: Path) -> list[str]:
         "    return [sum(ids) % 7 if '1' in p or '3' in p else 1.0 for p, ids in pairs]\n"
     )
     return ["--reward-funcs", f"{folder / 'some.py'}:some"]
+
+
+def _by_token(folder: Path) -> list[str]:
+    """Rewards of some tokens, which depend on their log-probs and entropies."""
+    folder.mkdir(exist_ok=True)
+    (folder / "by_token.py").write_text(
+        "def by_token(completion_ids, logp, entropy, **kwargs):\n"
+        "    return [[round(x - h, 3) if i % 3 else None for i, x, h in zip(*each)]\n"
+        "            for each in zip(completion_ids, logp, entropy)]\n"
+    )
+    return ["--reward-funcs", "format", f"{folder / 'by_token.py'}:by_token"]
 
 
 def _teachers(folder: Path) -> list[str]:
