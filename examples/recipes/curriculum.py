@@ -6,9 +6,9 @@
 s_i is the pass rate of prompt i, and r is the reward from the first function of --reward-funcs,
 which must be from 0 to 1. At the first occurrence of i, s_i is the mean of r. In each step, a share
 of the prompts is replayed: these prompts are drawn without replacement, with probability ∝ 1 - s_i,
-from the prompts that already occurred (Kimi k1.5, 2025, 2501.12599, section 2.3.3; prioritized
-replay is from Jiang et al. 2020, 2010.03934). Prompts with s_i ≥ 1 are not replayed. All other
-prompts of the step are those of a run without a curriculum.
+from the prompts that already occurred. The rule is the prioritized sampling of Kimi k1.5 (2025,
+2501.12599), and replay by difficulty is from Jiang et al. 2020 (2010.03934). Prompts with s_i ≥ 1
+are not replayed. All other prompts of the step are those of a run without a curriculum.
 
 The pass rates of all prompts are part of a checkpoint, and the random numbers are a function of
 (seed, step). So a resumed run draws the prompts of the uninterrupted run.
