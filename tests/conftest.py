@@ -40,7 +40,8 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import nanogrpo.extras.rope_scaling  # noqa: F401 (adds its kinds to model/rope.py)
+import nanogrpo.extras.rope_scaling  # adds kinds of RoPE scaling
+import nanogrpo.extras.window  # noqa: F401 (adds layers with a sliding window)
 import train
 from nanogrpo import Config
 from nanogrpo import step as experience

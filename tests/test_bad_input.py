@@ -151,16 +151,20 @@ MODELS = {
         + [("rope_theta", -1e4), ("rope_theta", float("inf"))]
     },
     "layers of another kind": (
+        set_fields(use_sliding_window=True, sliding_window=8, layer_types=["chunked_attention"]),
+        "layer_types 'chunked_attention' is not supported; it must be .* or \"sliding_attention\"",
+    ),
+    "windows that are off": (
         set_fields(layer_types=["full_attention", "sliding_attention"]),
         "layer_types 'sliding_attention' is not supported; it must be \"full_attention\"",
     ),
-    "sliding window": (
-        set_fields(use_sliding_window=True),
+    "windows without a size": (
+        set_fields(use_sliding_window=True, sliding_window=None),
         "use_sliding_window True is not supported; it must be false or null",
     ),
-    "sliding window of Mistral": (
-        set_fields(model_type="mistral", sliding_window=4096),
-        "sliding_window 4096 is not supported; it must be null",
+    "windows of no token": (
+        set_fields(model_type="mistral", sliding_window=0),
+        "sliding_window 0 is not supported; it must be null",
     ),
     **{
         name: (set_fields(**{name: value}), f"{name} .* is not supported; it must be")

@@ -62,9 +62,10 @@ class Strip:
         return gather_rows(k, self.kv_rows), gather_rows(v, self.kv_rows)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, strip: Strip) -> Tensor:
-    """Return the attention output [T, H, E]. Separate calls are exact and, on a CPU, as fast as
-    padding.
+def attention(q: Tensor, k: Tensor, v: Tensor, strip: Strip, window: int = 0) -> Tensor:
+    """Return the attention output [T, H, E]. If `window` is not 0, each query attends only to its
+    own token and the window - 1 tokens before it. Separate calls are exact and, on a CPU, as fast
+    as padding.
     """
     at, (k, v) = strip.bounds, strip.gathered(k, v)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H or K, T or Tk, E]
@@ -73,9 +74,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, strip: Strip) -> Tensor:
     for q_n, k_n, v_n in zip(q.split(queries, dim=2), k.split(keys, dim=2), v.split(keys, dim=2)):
         n, past = q_n.shape[2], k_n.shape[2] - q_n.shape[2]
         seen = None
-        if past and at.causal:
+        if at.causal and (past or 0 < window < n):
             seen = torch.ones(n, n + past, dtype=torch.bool, device=q.device).tril(past)
-        causal = at.causal and not past
+            if window:
+                seen = seen.triu(past + 1 - window)
+        causal = at.causal and seen is None
         out.append(
             F.scaled_dot_product_attention(
                 q_n, k_n, v_n, attn_mask=seen, is_causal=causal, enable_gqa=True

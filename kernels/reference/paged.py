@@ -12,14 +12,22 @@ from torch import Tensor
 
 
 def paged_attention(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, table: Tensor, keys: Tensor, values: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    window: int = 0,
 ) -> Tensor:
     """Write k and v [b, K, E] to the pages of b rows, and return the attention output for q [b, H,
     E].
 
     The other shapes are positions [b] int64, table [B, pages of a row] int32, and keys and values
     [pages, K, PAGE, E]. The key of row r is written to position positions[r] % PAGE of the page
-    table[r, positions[r] // PAGE].
+    table[r, positions[r] // PAGE]. If `window` is not 0, a token attends only to itself and the
+    window - 1 tokens before it.
     """
     (b, K), size = k.shape[:2], keys.shape[2]
     pages = table[:b].long()  # [b, pages of a row]
@@ -27,7 +35,10 @@ def paged_attention(
     keys[newest, :, positions % size] = k
     values[newest, :, positions % size] = v
     columns = torch.arange(pages.shape[1] * size, device=q.device)
-    seen = (columns <= positions[:, None])[:, None]  # [b, 1, S]
+    last = positions[:, None, None]  # [b, 1, 1]
+    seen = columns <= last  # [b, 1, S]
+    if window:
+        seen &= columns > last - window
     # zeros in unused places, because an old NaN in a page would spread
     k, v = (
         x[pages].transpose(1, 2).flatten(2, 3).masked_fill(~seen[..., None], 0.0)  # [b, K, S, E]

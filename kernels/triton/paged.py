@@ -42,20 +42,23 @@ def attend_kernel(
     q_stride, k_stride, v_stride, table_stride, scale,
     KV: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr,
     HEADS_PAD: tl.constexpr, E_PAD: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Program (row, k, part) computes m, l and o of a part for the HEADS queries of key head k."""
     row = tl.program_id(0).to(tl.int64)
     k_head = tl.program_id(1)
     part = tl.program_id(2)
     position = tl.load(POSITION + row).to(tl.int32)
+    first = tl.maximum(position + 1 - WINDOW, 0) // PAGE if WINDOW else 0
     pages = tl.cdiv(position, PAGE)
-    share = tl.cdiv(pages, PARTS)
+    share = tl.cdiv(pages - first, PARTS)
+    first += part * share
     g = tl.arange(0, HEADS_PAD)
     e = tl.arange(0, E_PAD)
     n = tl.arange(0, PAGE)
     head = k_head * HEADS + g
-    mine = (g < HEADS)[:, None] & (e < E)[None, :]
-    q = tl.load(Q + row * q_stride + head[:, None] * E + e[None, :], mask=mine, other=0.0)
+    mine = (g < HEADS)[:, None] & (e < E)
+    q = tl.load(Q + row * q_stride + head[:, None] * E + e, mask=mine, other=0.0)
     m = tl.full((HEADS_PAD,), float("-inf"), tl.float32)
     l = tl.zeros((HEADS_PAD,), tl.float32)
     o = tl.zeros((HEADS_PAD, E_PAD), tl.float32)
@@ -69,18 +72,20 @@ def attend_kernel(
         m = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
         l += 1.0
         o += v.to(tl.float32)[None, :]
-    for i in tl.range(part * share, tl.minimum((part + 1) * share, pages)):
+    for i in tl.range(first, tl.minimum(first + share, pages)):
         page = tl.load(TABLE + row * table_stride + i).to(tl.int64)
         at = ((page * KV + k_head) * PAGE + n) * E
-        seen = i * PAGE + n < position  # always true for the first key of each page
-        there = seen[:, None] & (e < E)[None, :]
-        keys = tl.load(KEYS + at[:, None] + e[None, :], mask=there, other=0.0)  # [PAGE, E_PAD]
+        seen = i * PAGE + n < position
+        if WINDOW:
+            seen &= i * PAGE + n > position - WINDOW
+        there = seen[:, None] & (e < E)
+        keys = tl.load(KEYS + at[:, None] + e, mask=there, other=0.0)  # [PAGE, E_PAD]
         x = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale  # [HEADS_PAD, PAGE]
         x = tl.where(seen[None, :], x, float("-inf"))
         m_new = tl.maximum(m, tl.max(x, 1))
         p = tl.exp2(x - m_new[:, None])
         a = tl.exp2(m - m_new)
-        values = tl.load(VALUES + at[:, None] + e[None, :], mask=there, other=0.0)
+        values = tl.load(VALUES + at[:, None] + e, mask=there, other=0.0)
         o = o * a[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
         l = l * a + tl.sum(p, 1)
         m = m_new
@@ -106,14 +111,22 @@ def combine_kernel(
 
 
 def paged_attention(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, table: Tensor, keys: Tensor, values: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    window: int = 0,
 ) -> Tensor:
     """Write k and v [b, K, E] to the pages of b rows, and return the attention output for q [b, H,
     E].
 
     The other shapes are positions [b] int64, table [B, pages of a row] int32, and keys and values
     [pages, K, PAGE, E]. The key of row r is written to position positions[r] % PAGE of the page
-    table[r, positions[r] // PAGE].
+    table[r, positions[r] // PAGE]. If `window` is not 0, a token attends only to itself and the
+    window - 1 tokens before it.
     """
     q, k, v = adjacent(q), adjacent(k), adjacent(v)
     b, H, E = q.shape
@@ -122,18 +135,18 @@ def paged_attention(
     maxima, totals = (q.new_empty(b, H, parts, dtype=torch.float32) for _ in range(2))
     sums = q.new_empty(b, H, parts, E, dtype=torch.float32)
     y = q.new_empty(b, H, E)
-    pads = dict(HEADS_PAD=max(16, triton.next_power_of_2(H // KV)), PAGE=page)
     shape = dict(E=E, E_PAD=max(16, triton.next_power_of_2(E)), PARTS=parts)
-    strides = q.stride(0), k.stride(0), v.stride(0), table.stride(0)
     tensors = q, k, v, positions, table, keys, values, maxima, totals, sums
     attend_kernel[(b, KV, parts)](
         *tensors,
-        *strides,
+        *(x.stride(0) for x in (q, k, v, table)),
         E**-0.5 * LOG2E.value,
         KV=KV,
         HEADS=H // KV,
+        HEADS_PAD=max(16, triton.next_power_of_2(H // KV)),
+        PAGE=page,
+        WINDOW=window,
         num_warps=4,
-        **pads,
         **shape,
     )
     combine_kernel[(b * H,)](maxima, totals, sums, y, num_warps=1, **shape)

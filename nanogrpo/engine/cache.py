@@ -51,8 +51,7 @@ class KVCache:
         self.S, self.dtype, self.device = S, dtype, device
         self.narrow = 2, cfg.num_hidden_layers, B, cfg.num_key_value_heads, min(S, 64), cfg.head_dim
         self.clear()
-        self.columns = torch.arange(S, device=device)  # [S]
-        self.index = torch.arange(B, device=device)  # [B]
+        self.index = torch.arange(max(B, S), device=device)
 
     def clear(self) -> None:
         """Reset the cache to its initial width, with zeros. A NaN left in a masked column would
@@ -92,19 +91,24 @@ class KVCache:
         """Prepare a step. positions: [b] int64, with b ≤ B and values below `span`; `span` ≤ S."""
         self.widen(span)
         self.positions, self.span = positions, span
-        unseen = self.columns[:span] > positions[:, None]  # [b, span]
+        unseen = self.index[:span] > positions[:, None]  # [b, span]
         bias = torch.where(unseen, -torch.inf, 0.0).to(self.dtype)
         self.bias = bias[:, None, None]  # [b, 1, 1, span]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
         b, H, E = q.shape
         K = k.shape[1]
         keys, values = self.kv[:, layer, :b, :, : self.span]  # [b, K, span, E] each
-        keys[self.index[:b], :, self.positions] = k
-        values[self.index[:b], :, self.positions] = v
+        rows = self.index[:b]
+        keys[rows, :, self.positions] = k
+        values[rows, :, self.positions] = v
+        bias = self.bias
+        if window:
+            unseen = self.index[: self.span] <= self.positions[:, None] - window  # [b, span]
+            bias = bias.masked_fill(unseen[:, None, None], -torch.inf)
         # The H/K query heads of a key head are the rows of one matmul, so no key is repeated.
         # In a decode step, two plain matmuls take a third of the time of torch's attention.
         q = q.view(b, K, H // K, E)
         scores = torch.matmul(q * E**-0.5, keys.transpose(-1, -2))  # [b, K, H/K, span]
-        out = torch.matmul(scores.add_(self.bias).softmax(-1), values)  # [b, K, H/K, E]
+        out = torch.matmul(scores.add_(bias).softmax(-1), values)  # [b, K, H/K, E]
         return out.reshape(b, H, E)

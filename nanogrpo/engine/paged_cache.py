@@ -134,6 +134,6 @@ class PagedCache:
         """
         self.positions = positions
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        pages = self.kv[:, layer]  # [2, pages, K, PAGE, E]
-        return functions_for(q.device).paged_attention(q, k, v, self.positions, self.table, *pages)
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
+        where = self.positions, self.table, *self.kv[:, layer]  # [pages, K, PAGE, E] each
+        return functions_for(q.device).paged_attention(q, k, v, *where, window)

@@ -59,9 +59,9 @@ class Runner:
         strip = StripAttention(cu_seqlens, max(some))
         kept: list[Tensor] = []
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
             kept.append(torch.stack((k, v)))  # [2, T, K, E]
-            return strip(layer, q, k, v)
+            return strip(layer, q, k, v, window)
 
         self.model.model(torch.tensor(tokens, device=device), positions, attend, *inputs)  # no head
         split = torch.stack(kept, 1).transpose(2, 3).split(lengths, dim=3)  # [2, L, K, t, E] each

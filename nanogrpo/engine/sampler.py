@@ -40,9 +40,7 @@ def sample(
     unfiltered = params.top_k == 0 and params.top_p == 1.0
     if unfiltered and params.temperature > 0:
         return sample_tokens(logits, key, counter, params.temperature)
-    logits = logits.float()
-    if params.temperature not in (0, 1):
-        logits = logits / params.temperature
+    logits = logits.float() / (params.temperature or 1)
     if params.temperature == 0:
         token = logits.argmax(-1)  # [b]
     else:

@@ -130,7 +130,9 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
     source = checkpoint.locate(cfg.model)
     model, frozen = read_json(source / "config.json"), getattr(cfg, "freeze_vision_tower", False)
     if "default" not in str(model.get("rope_scaling") or model.get("rope_parameters") or "default"):
-        import nanogrpo.extras.rope_scaling  # noqa: F401 (adds kinds of RoPE scaling)
+        import nanogrpo.extras.rope_scaling  # adds kinds of RoPE scaling
+    if model.get("use_sliding_window") or model.get("model_type") in ("mistral", "ministral"):
+        import nanogrpo.extras.window  # noqa: F401 (adds layers with a sliding window)
     if "vision_config" in model or frozen:
         from nanogrpo.extras.vision.feature import Vision
 

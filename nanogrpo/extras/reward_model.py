@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-import nanogrpo.extras.rope_scaling  # noqa: F401 (adds kinds of scaling)
+import nanogrpo.extras.rope_scaling  # adds kinds of RoPE scaling
+import nanogrpo.extras.window  # noqa: F401 (adds layers with a sliding window)
 from nanogrpo.errors import UserError, read_json, reading
 from nanogrpo.feature import Feature
 from nanogrpo.model import checkpoint

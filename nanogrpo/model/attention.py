@@ -1,8 +1,8 @@
 """Causal attention over packed sequences.
 
 In: queries `[T, H, E]`, keys and values `[T, K, E]` of packed sequences (H is a multiple of K:
-grouped-query attention). Out: `[T, H, E]`. A decoder block calls `attend(layer, q, k, v)`. The
-object `attend` is of one of two kinds:
+grouped-query attention). Out: `[T, H, E]`. A decoder block calls `attend(layer, q, k, v, window)`.
+The object `attend` is of one of two kinds:
 
 * `StripAttention` is for training, scoring and prefill. Each sequence attends to itself and to the
   prompt that it shares. There is no padding.
@@ -35,8 +35,8 @@ class StripAttention(Strip):
 
     order: Order = None  # how `gather_rows` sums gradients
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return gpu_attention.backend(q.device.type, q.dtype, q.shape[2])(q, k, v, self)
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
+        return gpu_attention.backend(q.device.type, q.dtype, q.shape[2], window)(q, k, v, self)
 
     def gathered(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self.kv_rows is None:

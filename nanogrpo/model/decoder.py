@@ -33,8 +33,9 @@ from nanogrpo.model.head import HeadOp
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.types import PackedBatch
 
-# (layer, q [T, H, E], k [T, K, E], v [T, K, E]) → [T, H, E]
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# (layer, q [T, H, E], k [T, K, E], v [T, K, E], window) → [T, H, E]
+# A token attends to itself and to the window - 1 tokens before it, or to all if `window` is 0.
+Attend = Callable[[int, Tensor, Tensor, Tensor, int], Tensor]
 
 
 class Linear(nn.Linear):
@@ -71,6 +72,7 @@ class Attention(nn.Module):
         D, H, K, E = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
         qkv_bias = cfg.attention_bias or cfg.model_type == "qwen2"
         self.layer, self.E = layer, E
+        self.window = cfg.layers.window(layer) if cfg.layers else 0
         self.q_proj = Linear(D, H * E, bias=qkv_bias)
         self.k_proj = Linear(D, K * E, bias=qkv_bias)
         self.v_proj = Linear(D, K * E, bias=qkv_bias)
@@ -88,7 +90,7 @@ class Attention(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, self.E)) for y in self.project(x))  # [T, H or K, E]
         weights = [norm and norm.weight for norm in (self.q_norm, self.k_norm)]  # [E] or None
         q, k = functions_for(x.device).norm_rope(q, k, *weights, cos, sin, self.eps)
-        return self.o_proj(attend(self.layer, q, k, v).flatten(-2))  # [T, D]
+        return self.o_proj(attend(self.layer, q, k, v, self.window).flatten(-2))  # [T, D]
 
 
 class MLP(nn.Module):

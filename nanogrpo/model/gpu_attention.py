@@ -22,9 +22,9 @@ from nanogrpo.kernels.two_calls import attend, merged
 Backend = Callable[[Tensor, Tensor, Tensor, Strip], Tensor]
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, strip: Strip) -> Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, strip: Strip, window: int = 0) -> Tensor:
     """Call torch's `scaled_dot_product_attention` for each sequence."""
-    return attention(q, k, v, strip)
+    return attention(q, k, v, strip, window)
 
 
 @functools.cache
@@ -38,14 +38,14 @@ def varlen_function() -> Callable[..., Any]:
     return functools.partial(varlen_attn, enable_gqa=True) if grouped else varlen_attn
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, strip: Strip) -> Tensor:
+def varlen(q: Tensor, k: Tensor, v: Tensor, strip: Strip, window: int = 0) -> Tensor:
     """Call `torch.nn.attention.varlen.varlen_attn` (CUDA, half precision). Torch contains its own
     FlashAttention, so the flash-attn package is not needed. The function follows torch's setting
     for deterministic algorithms.
     """
     at, (k, v) = strip.bounds, strip.gathered(k, v)
-    window = (-1, 0 if at.causal else -1)
-    return varlen_function()(q, k, v, at.cu_q, at.cu_k, at.max_q, at.max_k, window_size=window)
+    sides = (window - 1, 0 if at.causal else -1)
+    return varlen_function()(q, k, v, at.cu_q, at.cu_k, at.max_q, at.max_k, window_size=sides)
 
 
 def deterministic() -> bool:
@@ -122,7 +122,7 @@ def triton(q: Tensor, k: Tensor, v: Tensor, strip: Strip) -> Tensor:
     return attention(q, k, v, strip)
 
 
-BACKENDS: dict[str, Backend] = {
+BACKENDS: dict[str, Any] = {
     "torch": varlen,
     "two-call": two_calls,
     "flash4": flash4,
@@ -131,12 +131,17 @@ BACKENDS: dict[str, Backend] = {
 
 
 @functools.cache
-def backend(device_type: str, dtype: torch.dtype, size: int = 128) -> Backend:
-    """Return the selected backend, or `sdpa` if it cannot run."""
+def backend(device_type: str, dtype: torch.dtype, size: int = 128, window: int = 0) -> Backend:
+    """Return the selected backend, or `sdpa` if it cannot run. Only `varlen` and `sdpa` support
+    windows.
+    """
     name = os.environ.get("NANOGRPO_ATTENTION", "torch")
     if name not in BACKENDS:
         raise UserError(f"NANOGRPO_ATTENTION is {name!r}: use one of {', '.join(BACKENDS)}.")
+    if window:
+        name = "torch"
     fast = device_type == "cuda" and dtype in (torch.float16, torch.bfloat16)
     if name == "triton":
         fast = (fast or os.environ.get("TRITON_INTERPRET") == "1") and size in (16, 32, 64, 128)
-    return BACKENDS[name] if fast and size % 8 == 0 and size <= 256 else sdpa
+    found = BACKENDS[name] if fast and size % 8 == 0 and size <= 256 else sdpa
+    return functools.partial(found, window=window) if window else found

@@ -7,6 +7,7 @@ or a UserError that names a field. Read next: decoder.py, which uses the configu
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,10 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
 }
+# Functions that read how the layers of a model differ. A function gets the dict of config.json and
+# the name of the file. It returns the dict of a model with equal layers, and describes the layers
+# in a new field `layers` (see ModelConfig).
+READERS: list[Callable[[dict, str], dict]] = []
 # Fields that can change what transformers computes.
 # The decoder supports only the value given here for each field, or null.
 NEUTRAL: dict[str, Any] = {
@@ -50,6 +55,9 @@ class ModelConfig:
     attention_bias: bool = False
     mlp_bias: bool = False  # Llama only: a bias on gate, up and down
     rope_scaling: Any = None  # one of rope.SCALINGS
+    # What differs between layers, from one of READERS: an object with `window(layer)`, the number
+    # of tokens that a token attends to (0: all), and `to_dict`. None: nothing
+    layers: Any = None
 
     @property
     def qk_norm(self) -> bool:
@@ -77,6 +85,8 @@ class ModelConfig:
         Raises UserError if the decoder does not support an architecture or feature, and KeyError or
         TypeError if a required field is missing. `where` is the name of the file in messages.
         """
+        for read in READERS:
+            raw = read(raw, where)
         kind = raw.get("model_type")
         check(where, "model_type", kind, [*ARCHITECTURES])
         # transformers 5 writes rope_parameters, but reads the older rope_scaling first.
@@ -106,9 +116,11 @@ class ModelConfig:
 
     def to_dict(self) -> dict:
         """Return the dict of a config.json that transformers (4 and 5) can read."""
+        fields = {**vars(self), "sliding_window": None}
+        layers = fields.pop("layers")
         return {
             "architectures": [ARCHITECTURES[self.model_type]],
-            **vars(self),
+            **fields,
             "rope_scaling": self.rope_scaling and self.rope_scaling.to_dict(),
-            "sliding_window": None,
+            **(layers.to_dict() if layers else {}),
         }

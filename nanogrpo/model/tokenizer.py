@@ -193,8 +193,8 @@ class Tokenizer:
         with reading(f"the chat template of {self._folder}", "repair it", "cannot be compiled"):
             if "chat_template.jinja" in self._files:
                 source = self._files["chat_template.jinja"].decode()
-            named: list[dict] = [{"name": "default", "template": source}]
-            named = source if isinstance(source, list) else named
+            only = [{"name": "default", "template": source}]
+            named = source if isinstance(source, list) else only
             # if two templates have the same name, the first one is used
             texts = {e["name"]: e["template"] for e in reversed(named) if e["template"]}
             # `generation` is only for supervised training, so the neutral block `with` replaces it

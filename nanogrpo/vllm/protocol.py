@@ -13,7 +13,8 @@ import dataclasses
 import hashlib
 from dataclasses import dataclass
 
-import nanogrpo.extras.rope_scaling  # noqa: F401 (adds kinds of scaling)
+import nanogrpo.extras.rope_scaling  # adds kinds of RoPE scaling
+import nanogrpo.extras.window  # noqa: F401 (adds layers with a sliding window)
 from nanogrpo.engine.base import SamplingParams, stream
 from nanogrpo.errors import UserError, reading
 from nanogrpo.model.hf_config import ModelConfig

@@ -26,6 +26,7 @@ from nanogrpo.data import prompts as data
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.engine.local import LocalEngine
 from nanogrpo.extras.arithmetic.feature import Arithmetic
+from nanogrpo.extras.window import FULL, SLIDING, Windows
 from nanogrpo.model.decoder import Decoder, logits
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.types import Prompt
@@ -90,9 +91,10 @@ def test_the_table_of_differences_finds_them(tmp_path, monkeypatch):
     assert all((r["largest_value"] > 5e-4) == (r["what"] == "loss") for r in records)
 
 
-def test_both_sides_of_the_rollout_have_the_same_weights():
+@pytest.mark.parametrize("layers", [None, Windows(4, (SLIDING, FULL))])
+def test_both_sides_of_the_rollout_have_the_same_weights(layers):
     """With greedy sampling the two models continue a prompt with the same tokens."""
-    model = tiny_model(tie_word_embeddings=True)
+    model = tiny_model(tie_word_embeddings=True, layers=layers)
     theirs = rollout_speed.peer(model, "sdpa")
     prompt = Prompt(0, "", random_tokens(9).tolist())
     engine = LocalEngine(model.cfg, max_len=32, device="cpu")

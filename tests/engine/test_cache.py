@@ -16,6 +16,7 @@ from nanogrpo.kernels.triton import paged, sample
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.engine.local import LocalEngine
 from nanogrpo.engine.paged_cache import PAGE, cache_tokens, pages_of
+from nanogrpo.extras.window import FULL, SLIDING, Windows
 from nanogrpo.model import dispatch
 from nanogrpo.types import Prompt
 from tests.conftest import random_tokens, tiny_model
@@ -180,9 +181,10 @@ def test_the_cache_has_as_many_tokens_as_announced(wanted):
     assert wanted != 400 or announced == 400 // PAGE * PAGE + PAGE
 
 
-def test_the_kernels_give_the_same_completions(monkeypatch):
+@pytest.mark.parametrize("layers", [None, Windows(4, (SLIDING, FULL))])
+def test_the_kernels_give_the_same_completions(layers, monkeypatch):
     """All of them, in Triton's interpreter unless there is a GPU."""
-    model, prompts = tiny_model(), make_prompts([PAGE + 2, 3])
+    model, prompts = tiny_model(layers=layers), make_prompts([PAGE + 2, 3])
     params = dataclasses.replace(PARAMS, max_tokens=3)
     expected = make_engine(model, paged=False).sample(prompts, 2, params, step=0)
     monkeypatch.setattr(dispatch, "choice", "triton")

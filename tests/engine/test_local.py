@@ -16,6 +16,7 @@ from nanogrpo.engine.base import SamplingParams
 from nanogrpo.engine.local import LocalEngine
 from nanogrpo.engine.runner import Runner
 from nanogrpo.extras.rope_scaling import Scaling
+from nanogrpo.extras.window import FULL, SLIDING, Windows
 from nanogrpo.types import Prompt
 from tests.conftest import positions_of, tiny_model
 
@@ -65,8 +66,10 @@ def trainer_logp(model, samples, temperature):
         (0.0, {"tie_word_embeddings": True}),
         (1.7, {"model_type": "llama", "mlp_bias": True, "rope_scaling": Scaling("yarn", 4.0, 32)}),
         (0.7, {"model_type": "mistral", "num_key_value_heads": 1}),
+        (1.0, {"layers": Windows(37, (FULL, SLIDING))}),
+        (1.0, {"model_type": "mistral", "layers": Windows(6)}),
     ],
-    ids=["qwen3", "qwen2", "tied", "llama", "mistral"],
+    ids=["qwen3", "qwen2", "tied", "llama", "mistral", "some windows", "windows"],
 )
 def test_log_probs_equal_the_trainers_after_each_load(temperature, changes, paged, monkeypatch):
     # every weight of the tiny model is repacked, not the head alone

@@ -37,17 +37,16 @@ def strip_of(groups: Sequence[Sequence[int]], shared: bool = True) -> StripAtten
     return StripAttention(tensors[0], max(lengths), tensors[1], keys, max(map(len, rows)))
 
 
-def visible(strip: StripAttention) -> Tensor:
+def visible(strip: StripAttention, window: int = 0) -> Tensor:
     """Return which keys each query sees, [T, T] bool."""
     ends = strip.cu_seqlens.tolist()
     mask = torch.zeros(ends[-1], ends[-1], dtype=torch.bool)
     at = strip.bounds.cu_k.tolist()
     for n, (first, end) in enumerate(itertools.pairwise(ends)):
-        past = at[n + 1] - at[n] - (end - first)
-        if past:
-            mask[first:end, strip.kv_rows[at[n] : at[n] + past]] = True
-        own = torch.ones(end - first, end - first, dtype=torch.bool)
-        mask[first:end, first:end] = own.tril() if strip.causal else own
+        rows = range(first, end) if strip.kv_rows is None else strip.kv_rows[at[n] : at[n + 1]]
+        for i, key in itertools.product(range(first, end), range(len(rows))):
+            age = i - first + len(rows) - (end - first) - key  # 0: the query's own token
+            mask[i, rows[key]] = 0 <= age < (window or len(mask)) or not strip.causal
     return mask
 
 
@@ -67,10 +66,12 @@ def part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]
     return torch.einsum("hqk,khe->qhe", weights, v), lse.where(mask.any(1), torch.inf)
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, dy: Tensor, strip: StripAttention) -> list[Tensor]:
+def exact(
+    q: Tensor, k: Tensor, v: Tensor, dy: Tensor, strip: StripAttention, window: int = 0
+) -> list[Tensor]:
     """Return output and gradients in float64."""
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    out, _ = part(*wide, visible(strip).to(q.device))
+    out, _ = part(*wide, visible(strip, window).to(q.device))
     return [out.detach(), *torch.autograd.grad(out, wide, dy.double())]
 
 

@@ -37,17 +37,18 @@ def inputs(H, K, E, dtype):
     return q, k, v, *(x.to(DEVICE) for x in rest)
 
 
+@pytest.mark.parametrize("window", [0, 1, PAGE + 6])
 @pytest.mark.parametrize("programs", [1, 64])  # one part per row; several, some without pages
 @pytest.mark.parametrize(("H", "K", "E"), [(4, 2, 16), (3, 1, 12)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if CUDA else torch.float16])
-def test_paged_attention(dtype, H, K, E, programs, monkeypatch):
+def test_paged_attention(dtype, H, K, E, programs, window, monkeypatch):
     monkeypatch.setattr(paged, "PROGRAMS", programs)
     got, eager, exact = (
         [x.to(t) if x.is_floating_point() else x for x in inputs(H, K, E, dtype)]
         for t in (dtype, dtype, torch.float64)
     )
-    y = paged.paged_attention(*got)
-    expected, truth = reference.paged_attention(*eager), reference.paged_attention(*exact)
+    y = paged.paged_attention(*got, window)
+    expected, truth = (reference.paged_attention(*x, window) for x in (eager, exact))
     assert (y.shape, y.dtype) == (expected.shape, dtype)
     unit = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[dtype]
     as_exact_as_eager(y, expected, truth, scale=1 + unit / 2.0**-22)
@@ -55,11 +56,12 @@ def test_paged_attention(dtype, H, K, E, programs, monkeypatch):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-def test_the_reference_is_the_equation():
+@pytest.mark.parametrize("window", [0, 1, PAGE + 6])
+def test_the_reference_is_the_equation(window):
     q, k, v, positions, table, keys, values = inputs(4, 2, 16, torch.float32)
-    y = reference.paged_attention(q, k, v, positions, table, keys, values)
+    y = reference.paged_attention(q, k, v, positions, table, keys, values, window)
     for row, last in enumerate(POSITIONS):
-        at = torch.arange(last + 1, device=DEVICE)
+        at = torch.arange(last + 1, device=DEVICE)[-window:]
         pages = table[row, at // PAGE].long()
         assert torch.equal(keys[pages[-1], :, last % PAGE], k[row])
         for h in range(4):

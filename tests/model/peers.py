@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from nanogrpo.extras.rope_scaling import Scaling
+from nanogrpo.extras.window import FULL, SLIDING, Windows
 from nanogrpo.model.decoder import Decoder
 from tests.conftest import random_tokens, tiny_config
 
@@ -51,8 +52,20 @@ CONFIGS = {
         ),
     ),
     "mistral": tiny_config(model_type="mistral", head_dim=16, num_key_value_heads=1),
+    "mistral_window": tiny_config(model_type="mistral", head_dim=12, layers=Windows(8)),
+    "ministral": tiny_config(model_type="ministral", layers=Windows(1, (SLIDING, FULL))),
+    "qwen2_window": tiny_config(
+        model_type="qwen2", head_dim=12, layers=Windows(30, (FULL, SLIDING))
+    ),
+    "qwen3_window": tiny_config(layers=Windows(5, (SLIDING, FULL))),
 }
-CLASSES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}
+CLASSES = {
+    "qwen3": "Qwen3",
+    "qwen2": "Qwen2",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "ministral": "Ministral",
+}
 
 
 def peer(model: Decoder) -> torch.nn.Module:
@@ -61,9 +74,10 @@ def peer(model: Decoder) -> torch.nn.Module:
     """
     fields = dataclasses.asdict(model.cfg)
     theta, scaling = fields.pop("rope_theta"), fields.pop("rope_scaling")
-    name = CLASSES[fields.pop("model_type")]
-    if name == "Mistral":
-        fields["sliding_window"] = None
+    name, layers = CLASSES[fields.pop("model_type")], fields.pop("layers") or {}
+    fields |= {"sliding_window": layers.get("sliding_window"), "use_sliding_window": bool(layers)}
+    if types := layers.get("layer_types"):
+        fields["layer_types"] = [*types]
     config = getattr(transformers, f"{name}Config")(
         **fields,
         rope_parameters={**(scaling or {"rope_type": "default"}), "rope_theta": theta},

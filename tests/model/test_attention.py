@@ -13,6 +13,7 @@ import torch
 from nanogrpo.kernels.reference.attention import Bounds
 
 from nanogrpo.errors import UserError
+from nanogrpo.extras.window import FULL, SLIDING, Windows
 from nanogrpo.kernels import two_calls as merging
 from nanogrpo.model import gpu_attention
 from nanogrpo.model.gpu_attention import calls_of, flash4, sdpa, triton, two_calls, varlen
@@ -27,18 +28,26 @@ from tests.conftest import (
 from tests.kernels.masks import draw, exact, part, products, strip_of
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("causal", "window"), [(True, 0), (False, 0), (True, 1), (True, 4)])
 @pytest.mark.parametrize(("H", "K"), [(4, 4), (4, 2), (6, 1)])
-def test_the_reference_attention_is_the_equation(H, K, causal):
+def test_the_reference_attention_is_the_equation(H, K, causal, window):
     strip = strip_of([[5], [1], [9]])
     strip.causal = causal
     q, k, v, dy = draw(strip, H, K, 8)
-    expected = exact(q, k, v, dy, strip)[0]
-    torch.testing.assert_close(strip(0, q, k, v).double(), expected, rtol=0, atol=1e-5)
+    expected = exact(q, k, v, dy, strip, window)[0]
+    torch.testing.assert_close(strip(0, q, k, v, window).double(), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["torch", "triton"])
-def test_completions_that_share_a_prompt_equal_those_that_repeat_it(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("torch", None),
+        ("triton", None),
+        ("torch", Windows(3)),
+        ("torch", Windows(7, (SLIDING, FULL))),
+    ],
+)
+def test_completions_that_share_a_prompt_equal_those_that_repeat_it(name, layers, monkeypatch):
     """Compares outputs and gradients. The keys of the prompt receive the sum of the completions'
     gradients.
     """
@@ -46,7 +55,7 @@ def test_completions_that_share_a_prompt_equal_those_that_repeat_it(name, monkey
     monkeypatch.setenv("NANOGRPO_ATTENTION", name)
     gpu_attention.backend.cache_clear()
     assert gpu_attention.backend("cpu", torch.float32, 16) is chosen
-    model = tiny_model()
+    model = tiny_model(layers=layers)
     prompt, *completions = random_tokens(PROMPT + sum(COMPLETIONS)).split([PROMPT, *COMPLETIONS])
     positions = torch.cat([torch.arange(PROMPT), *(PROMPT + torch.arange(n) for n in COMPLETIONS)])
 
@@ -148,6 +157,7 @@ def test_a_backend_is_chosen_on_request(monkeypatch):
     for name, expected in (("flash4", flash4), ("two-call", two_calls)):
         monkeypatch.setenv("NANOGRPO_ATTENTION", name)
         assert chosen("cuda", torch.bfloat16) is expected
+        assert chosen("cuda", torch.bfloat16, 128, 9).func is varlen  # the others have no windows
         # they compute in half precision only, and for some sizes of heads
         assert chosen("cpu", torch.float32) is sdpa
         assert chosen("cuda", torch.float32) is sdpa
@@ -172,8 +182,10 @@ def test_our_call_fits_flash_attn(installed):
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("fast", [varlen, flash4, two_calls, triton])
-def test_fast_backends_agree_with_the_equation(fast, shared, causal):
+@pytest.mark.parametrize(
+    ("fast", "window"), [(varlen, 0), (varlen, 40), (flash4, 0), (two_calls, 0), (triton, 0)]
+)
+def test_fast_backends_agree_with_the_equation(fast, window, shared, causal):
     """With grouped queries. flash-attn 4 has no backward before Hopper."""
     if fast is flash4:
         pytest.importorskip("flash_attn.cute")
@@ -181,13 +193,14 @@ def test_fast_backends_agree_with_the_equation(fast, shared, causal):
             pytest.skip("flash-attn 4 needs Hopper or Blackwell")
     strip = strip_of([[130, 1, 77], [300]] if causal else [[130], [77]], shared)
     strip.causal = causal
-    truth = exact(*draw(strip, 8, 2, 128), strip)
+    more = (window,) if window else ()
+    truth = exact(*draw(strip, 8, 2, 128), strip, *more)
     for name, x in vars(strip).items():
         setattr(strip, name, x.cuda() if isinstance(x, torch.Tensor) else x)
     *inputs, dy = (x.cuda().bfloat16().requires_grad_() for x in draw(strip, 8, 2, 128))
     found = []
     for backend in (fast, sdpa):
-        out = backend(*inputs, strip)
+        out = backend(*inputs, strip, *more)
         found.append([out, *torch.autograd.grad(out, inputs, dy)])
     for want, got, eager in zip(truth, *found):
         error, usual = ((x.cpu() - want).abs().max() for x in (got, eager))

@@ -73,7 +73,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(1)  # [N, H, E] each
         q, k = functions_for(x.device).norm_rope(q, k, None, None, cos, sin, EPS)  # only rotates
-        return self.proj(attend(0, q, k, v).flatten(-2))  # [N, D]
+        return self.proj(attend(0, q, k, v, 0).flatten(-2))  # [N, D]
 
 
 class MLP(nn.Module):

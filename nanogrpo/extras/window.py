@@ -1,0 +1,66 @@
+"""Layers with a sliding window: a token attends only to the newest tokens, itself included.
+
+In: the fields of a config.json that describe the layers. Out: `Windows`, which the decoder asks for
+the window of each layer, or a UserError if a kind of layer is not supported. Importing this file
+adds `read` to `READERS` of model/hf_config.py, and the model type of Ministral. These models have
+windows, with the same rules as in transformers:
+
+* mistral: all layers, unless `sliding_window` is null. The default is 4096.
+* ministral: the layers that `layer_types` lists as "sliding_attention"; without `layer_types`, all.
+* qwen2, qwen3: if `use_sliding_window` is true, the layers that `layer_types` lists; without
+  `layer_types`, those from `max_window_layers` on.
+
+The window is a mask. The caches keep all tokens, but on a GPU, a decode step reads only the pages
+in the window. Read before: model/attention.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanogrpo.errors import check
+from nanogrpo.model.hf_config import ARCHITECTURES, READERS
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+ARCHITECTURES["ministral"] = "MinistralForCausalLM"
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The fields of config.json, with the same names."""
+
+    sliding_window: int
+    layer_types: tuple[str, ...] = ()  # empty: all layers have the window
+
+    def window(self, layer: int) -> int:
+        """Return the number of tokens that a token attends to; 0: all."""
+        return 0 if self.layer_types and self.layer_types[layer] == FULL else self.sliding_window
+
+    def to_dict(self) -> dict:
+        """Return the fields of config.json."""
+        types = {"use_sliding_window": True, "layer_types": [*self.layer_types]}
+        return {"sliding_window": self.sliding_window, **(types if self.layer_types else {})}
+
+
+def read(raw: dict, where: str) -> dict:
+    """Return a config.json without windows, and with `layers` if the model has windows.
+
+    raw: the dict of config.json. where: the file's name. The core refuses the fields of a window
+    that this function does not understand.
+    """
+    kind, window = raw.get("model_type"), raw.get("sliding_window", 4096)
+    qwen = kind in ("qwen2", "qwen3") and raw.get("use_sliding_window")
+    if not (qwen or kind in ("mistral", "ministral")) or not isinstance(window, int) or window < 1:
+        return raw
+    if kind == "mistral":  # transformers does not read its layer_types
+        return {**raw, "sliding_window": None, "layers": Windows(window)}
+    first = raw.get("max_window_layers", 28) if qwen else 0
+    default = [FULL if i < first else SLIDING for i in range(raw["num_hidden_layers"])]
+    types = raw.get("layer_types") or default
+    for each in types:
+        check(where, "layer_types", each, [FULL, SLIDING])
+    layers = Windows(window, tuple(types))
+    return {**raw, "use_sliding_window": None, "layer_types": None, "layers": layers}
+
+
+READERS.append(read)
