@@ -31,9 +31,8 @@ the forward pass cannot compute the gradients. Losses in which a token's factor 
 tokens use `HeadLogp`. The backward of `HeadLogp` recomputes the logits, so four matrix products are
 needed.
 
-`HeadPolicyLoss` and the backward of `HeadLogp` select rows with `nonzero`. To learn the number of
-rows, the host waits for the device. The wait for the device takes microseconds, while the head
-takes milliseconds.
+The host does not wait for the device in `HeadPolicyLoss`. The backward of `HeadLogp` selects rows
+with `nonzero`. To learn the number of rows, the host waits for all kernels that it has launched.
 """
 
 from __future__ import annotations
@@ -61,9 +60,8 @@ class HeadLogp(torch.autograd.Function):
         count, acc = len(hidden), accumulate(hidden.dtype)
         logp, entropy = (torch.empty(count, dtype=acc, device=hidden.device) for _ in range(2))
         norm = torch.empty(2, count, dtype=acc, device=hidden.device)  # only `ops` interprets it
-        parts = [slice(start, start + chunk) for start in range(0, count, chunk)]
-        buffer = _buffer(hidden, lm_head, [targets[part] for part in parts])
-        for part in parts:
+        buffer = _buffer(hidden, lm_head, targets.split(chunk))
+        for part in _slices(count, chunk):
             logits = product(hidden[part], lm_head, buffer)  # [C, V]
             logp[part], entropy[part], norm[:, part] = ops.log_softmax_forward(
                 logits, targets[part], temperature
@@ -95,7 +93,7 @@ class HeadLogp(torch.autograd.Function):
             )  # [C, V]
             dhidden[index] = product(dlogits, lm_head.T)
             if need_dhead:
-                dhead = _add_product(dhead, dlogits, h)
+                dhead = add_product(dhead, dlogits, h)
             del dlogits
         dhead = _complete(dhead, lm_head).to(lm_head.dtype) if need_dhead else None
         return dhidden, dhead, None, None, None, None
@@ -105,7 +103,8 @@ class HeadPolicyLoss(torch.autograd.Function):
     """(hidden, lm_head, targets, inputs, clip, temperature, chunk, ops) → loss, log-prob [M],
     entropy [M], clip flags [M] and KL [M] or None. Only the loss is differentiable.
 
-    Tokens whose weight and entropy weight are both 0 are skipped. Their results are zeros.
+    All tokens are computed, also those with weight 0, because packing leaves out all tokens that
+    are not trained on.
     """
 
     @staticmethod
@@ -118,24 +117,20 @@ class HeadPolicyLoss(torch.autograd.Function):
         dhidden, dhead = torch.zeros_like(hidden) if need_dhidden else None, None
         clip = torch.zeros(count, dtype=torch.int8, device=hidden.device)
         kl = None if inputs.ref_logp is None else torch.zeros_like(logp)
-        computed = inputs.weight != 0
-        if inputs.entropy_weight is not None:
-            computed = computed | (inputs.entropy_weight != 0)
-        chunks = _chunks(computed, chunk)
-        buffer = _buffer(hidden, lm_head, chunks)
-        for index in chunks:
-            h = hidden[index]  # [C, D]
+        buffer = _buffer(hidden, lm_head, targets.split(chunk))
+        for part in _slices(count, chunk):
+            h = hidden[part]  # [C, D]
             logits = product(h, lm_head, buffer)  # [C, V]
-            logp[index], entropy[index], terms[index], clip[index], kl_of_chunk = ops.policy_rows_(
-                logits, targets[index], temperature, inputs.at(index), c
+            logp[part], entropy[part], terms[part], clip[part], kl_of_chunk = ops.policy_rows_(
+                logits, targets[part], temperature, inputs.at(part), c
             )
             if kl is not None:
-                kl[index] = kl_of_chunk
+                kl[part] = kl_of_chunk
             dlogits = logits  # overwritten in place
             if dhidden is not None:
-                dhidden[index] = product(dlogits, lm_head.T)
+                dhidden[part] = product(dlogits, lm_head.T)
             if need_dhead:
-                dhead = _add_product(dhead, dlogits, h)
+                dhead = add_product(dhead, dlogits, h)
             del logits, dlogits  # frees the tensors before the next chunk
 
         loss = (inputs.weight * terms).sum()
@@ -157,6 +152,11 @@ class HeadPolicyLoss(torch.autograd.Function):
         return *scaled, *(None,) * 6
 
 
+def _slices(count: int, size: int) -> list[slice]:
+    """Return `count` rows in pieces of at most `size`."""
+    return [slice(start, start + size) for start in range(0, count, size)]
+
+
 def _chunks(mask: Tensor, size: int) -> Sequence[Tensor]:
     """Return the indices where the mask is True, in pieces of at most `size`."""
     index = mask.nonzero().squeeze(1)
@@ -168,7 +168,7 @@ def _buffer(hidden: Tensor, lm_head: Tensor, chunks: Sequence[Tensor]) -> Tensor
     return hidden.new_empty(max(map(len, chunks), default=0), len(lm_head))
 
 
-def _add_product(total: Tensor | None, dlogits: Tensor, h: Tensor) -> Tensor:
+def add_product(total: Tensor | None, dlogits: Tensor, h: Tensor) -> Tensor:
     """Add the product dlogitsᵀ h [V, D] to `total` in place. If `total` is None, return the
     product.
 

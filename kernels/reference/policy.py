@@ -44,7 +44,7 @@ class LossInputs(NamedTuple):
     """The per-token inputs of the loss, all [M] float32."""
 
     advantage: Tensor
-    weight: Tensor  # computed by `token_weight` in nanogrpo/grpo/loss.py; 0: the token is skipped
+    weight: Tensor  # computed by `token_weight` in nanogrpo/grpo/loss.py
     old_logp: Tensor | None = None  # None: the samples are on policy, so the ratio is 1
     ref_logp: Tensor | None = None  # None: no KL
     importance: Tensor | None = None  # factor of the clipped term, but not of the KL
@@ -54,9 +54,9 @@ class LossInputs(NamedTuple):
         """Apply a function to every vector that is not None."""
         return LossInputs._make(None if v is None else function(v) for v in self)
 
-    def at(self, index: Tensor) -> LossInputs:
-        """Return the vectors of the tokens in `index`."""
-        return self.map(lambda v: v[index])
+    def at(self, part: slice | Tensor) -> LossInputs:
+        """Return the vectors of some of the tokens."""
+        return self.map(lambda v: v[part])
 
 
 def exp(log_ratio: Tensor) -> Tensor:

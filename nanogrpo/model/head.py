@@ -30,7 +30,7 @@ HeadOp = Callable[[Tensor, Tensor], Any]
 
 
 class PolicyOut(NamedTuple):
-    """The result of a loss. Only `loss` has a gradient. Entries of tokens with weight 0 are 0."""
+    """The result of a loss. Only `loss` has a gradient."""
 
     loss: Tensor  # [] float32: Σ weight · l - entropy_weight · H
     logp: Tensor  # [M] float32
@@ -71,14 +71,14 @@ def head_policy_loss(
     The arguments hidden [M, D] and lm_head [V, D] have the same dtype; targets is [M] int64. At
     most `chunk` rows are processed at a time. The gradients are computed during the forward pass.
     So `inputs.weight` must be known beforehand, and the backward pass can only scale these
-    gradients by a number. Tokens whose weight and entropy_weight are both 0 are skipped (their
-    results are 0). Under `no_grad`, one matrix product is enough.
+    gradients by a number. Under `no_grad`, one matrix product is enough.
     """
     if not torch.is_grad_enabled():
         hidden, lm_head = hidden.detach(), lm_head.detach()
     chunk = chunk or default_chunk(len(lm_head), hidden.dtype, hidden.device)
-    args = targets, inputs, clip, temperature, chunk, functions_for(hidden.device)
-    loss, logp, entropy, flags, kl = HeadPolicyLoss.apply(hidden, lm_head, *args)
+    loss, logp, entropy, flags, kl = HeadPolicyLoss.apply(
+        hidden, lm_head, targets, inputs, clip, temperature, chunk, functions_for(hidden.device)
+    )
     return PolicyOut(loss, logp, entropy, kl, {"clip": flags})
 
 
@@ -99,5 +99,5 @@ def head_logp(
     float32.
     """
     chunk = chunk or default_chunk(len(lm_head), hidden.dtype, hidden.device)
-    args = targets, temperature, chunk, functions_for(hidden.device)
-    return HeadLogp.apply(hidden, lm_head, *args)
+    functions = functions_for(hidden.device)
+    return HeadLogp.apply(hidden, lm_head, targets, temperature, chunk, functions)

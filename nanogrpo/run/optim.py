@@ -38,7 +38,7 @@ def adamw(groups: list[dict[str, Any]], **constants: Any) -> torch.optim.Optimiz
     optimizer = torch.optim.AdamW(groups, fused=True, **constants)
     # AdamW would create the same state: a float32 counter on the device, and sharded moments.
     for p in (p for group in groups for p in group["params"]):
-        step = torch.zeros((), dtype=torch.float32, device=p.device)
+        step = torch.zeros((), device=p.device)
         moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[p] = {"step": step, **moments}
     return optimizer
@@ -69,20 +69,25 @@ def clip_and_step(
     """Clip the gradient to a global norm of `max_grad_norm` (0: no clipping), update the weights,
     and return the norm before clipping.
 
-    If the norm is not finite, raise FloatingPointError before any weight changes.
+    If the norm is not finite, no weight changes, and FloatingPointError is raised. A fused
+    optimizer checks this on the device, so the host waits for the device only after the update.
     """
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # over all ranks' shards
-    if not norm.isfinite():
-        raise FloatingPointError(
-            f"the gradient's norm is {norm.item()}, so no update was made: lower --learning-rate "
-            "in a new run, or bound the rewards and --resume from the last checkpoint"
-        )
+    finite = norm.isfinite()
+    if fused := optimizer.defaults.get("fused"):
+        optimizer.found_inf = 1.0 - finite.float()  # type: ignore[attr-defined]
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):  # the rate of a compiled optimizer is a tensor
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
-    optimizer.step()
+    if fused or finite:
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    if not finite:
+        raise FloatingPointError(
+            f"the gradient's norm is {norm.item()}, so no update was made: lower --learning-rate "
+            "in a new run, or bound the rewards and --resume from the last checkpoint"
+        )
     return norm.item()

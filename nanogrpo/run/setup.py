@@ -167,8 +167,8 @@ def setup(inputs: Inputs) -> Run:
             "multiple."
         )
     origin = output.origin(inputs)
-    counts = len(inputs.prompts), len(inputs.eval_prompts), *weights.sizes(model)
-    logger.info("%s", progress.summary(cfg, *counts))
+    counts = len(inputs.prompts), len(inputs.eval_prompts)
+    logger.info("%s", progress.summary(cfg, *counts, *weights.sizes(model)))
     load_weights(model, inputs)
     ref_model = make_reference(inputs)
     optimizer = optim.make_optimizer(model, cfg, features)
@@ -226,8 +226,9 @@ def choose_kernels(cfg: Config, world: World, head_size: int) -> None:
     triton = dispatch.functions_for(world.device) is not dispatch.reference
     functions = "Triton kernels" if triton else "PyTorch functions"
     attention = gpu_attention.backend(device, dtype, head_size).__name__  # flash, varlen, sdpa
-    how = device, f"{dtype}"[6:], functions, attention
-    logger.info("computing on %s in %s: %s, attention by %s", *how)
+    logger.info(
+        "computing on %s in %s: %s, attention by %s", device, f"{dtype}"[6:], functions, attention
+    )
 
 
 def load_weights(model: Decoder, inputs: Inputs) -> Decoder:

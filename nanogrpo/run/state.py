@@ -108,7 +108,7 @@ class Saver:
         self.keep: set[str] = set()
         # The writing threads have their own group, because the main threads also communicate.
         self.group = self.world.patient().group
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix="saver")
+        self.pool = ThreadPoolExecutor(1)
         self.job: Future | None = None
         self.final = Path()  # the folder of the checkpoint that `save` wrote or is writing
 
@@ -136,20 +136,21 @@ class Saver:
             folder = self.world.once(
                 lambda: stack.enter_context(checkpoint.atomic_folder(self.final))
             )
-            dtype, keep = self.model.saved_dtype, self.world.main
-            copies = weights.host_weights(self.model, dtype, keep)
+            copies = weights.host_weights(self.model, self.model.saved_dtype, self.world.main)
             files = [more for f in self.features if (more := f.files(self))]
-            mine = tensors(self.model, self.optimizer, self.features)
-            shards = {name: x.to("cpu", copy=True) for name, x in mine.items()}
+            shards = {
+                name: x.to("cpu", copy=True)
+                for name, x in tensors(self.model, self.optimizer, self.features).items()
+            }
             written = stack.pop_all()
 
         def write() -> None:
             with written:  # at the end, the main rank renames or removes the folder
-                writer = dcp.FileSystemWriter(folder / "state")
-                # `save` returns when the shards of all ranks are written
+                # `save` returns when the shards of all ranks are written. By default, this thread
+                # would wait for the kernels of the training thread before it writes each shard.
                 dcp.save(
                     shards,
-                    storage_writer=writer,
+                    storage_writer=dcp.FileSystemWriter(folder / "state", per_thread_copy_ahead=0),
                     process_group=self.group,
                     no_dist=self.group is None,
                 )
@@ -179,8 +180,7 @@ class Saver:
                 log_file = self.final.with_name("metrics.jsonl")
                 if log_file.exists():
                     checkpoint.flush(log_file)
-            folders = checkpoint.checkpoints(self.cfg.output_dir)
-            ours = [p for p in folders if (p / STATE).exists()]
+            ours = [p for p in checkpoint.checkpoints(self.cfg.output_dir) if (p / STATE).exists()]
             # with a limit of 0, the slice [:-0] is empty, so nothing is removed
             for old in ours[: -self.cfg.save_total_limit]:
                 if old.name not in self.keep:
