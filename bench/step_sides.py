@@ -28,7 +28,7 @@ from bench.rollout_speed import uneven_lengths
 from nanogrpo import Config
 from nanogrpo.distributed import fsdp
 from nanogrpo.distributed.world import World
-from nanogrpo.extras.sharding import shard
+from nanogrpo.extras.sharding import Sharded, shard
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.grpo import packing, schedule
 from nanogrpo.grpo.advantages import step_advantages
@@ -89,10 +89,12 @@ def options_of(
     return cfg, samples
 
 
-def strips(samples: list[Sample], cfg: Config, pair_cost: float) -> Sequence[PackedBatch]:
-    """Return the micro-batches of a step of nanogrpo."""
+def strips(
+    samples: list[Sample], cfg: Config, pair_cost: float, device: torch.device | str = "cpu"
+) -> Sequence[PackedBatch]:
+    """Return the micro-batches of a step of nanogrpo, which are built when they are first used."""
     (update,) = schedule.schedule([s.facts for s in samples], cfg, 0, pair_cost=pair_cost)
-    return list(packing.pack(update, samples, cfg))
+    return packing.pack(update, samples, cfg, device=device)
 
 
 class Ours:
@@ -102,8 +104,9 @@ class Ours:
 
     def __init__(self, folder: Path, cfg: Config, world: World = SOLO):
         model = checkpoint.empty_model(folder)
-        shard(model, cfg)
-        inputs: Any = SimpleNamespace(cfg=cfg, world=world, source=folder, features=())
+        features = [Sharded(cfg)]
+        inputs: Any = SimpleNamespace(cfg=cfg, world=world, source=folder, features=features)
+        shard(model, cfg, world)
         self.model = load_weights(model, inputs)
         self.optimizer = optim.make_optimizer(self.model, cfg)
         self.cfg, self.world, self.clock = cfg, world, metrics.Clock(world.device)
@@ -111,14 +114,15 @@ class Ours:
     def step(self, samples: list[Sample]) -> float:
         """Train one step; return the norm of the gradient."""
         with self.clock("pack"):
-            cpu_batches = strips(samples, self.cfg, self.model.cfg.pair_cost)
-            batches = [batch.to(self.world.device) for batch in cpu_batches]
+            batches = strips(samples, self.cfg, self.model.cfg.pair_cost, self.world.device)
             self.micro = len(batches)
-        for batch in batches:
+        for i in range(self.micro):
+            with self.clock("pack"):  # while a GPU trains on the strip before
+                batch = batches[i]
             with self.clock("forward"):  # also computes the gradients of the head
                 loss = self.model.forward_strip(batch, grpo.objective(batch, self.cfg)).loss
             with self.clock("backward"):
-                fsdp.backward(self.model, loss, self.world, last=batch is batches[-1])
+                fsdp.backward(self.model, loss, self.world, last=i == self.micro - 1)
         with self.clock("optimizer"):
             return optim.clip_and_step(
                 self.model, self.optimizer, self.cfg.learning_rate, self.cfg.max_grad_norm

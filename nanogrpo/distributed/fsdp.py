@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
@@ -38,8 +38,9 @@ class Sharding:
     keep_gathered: bool = False  # keep a block's weights gathered until the optimizer step
     reduce_each: bool = False  # reduce gradients after each micro-batch
     offload: bool = False  # keep the shards in host memory
+    whole: bool = False  # leave the model to the caller, unsharded
     # tells torch's `checkpoint` which results to keep instead of recomputing them
-    contexts: Callable[[], Any] | None = None
+    contexts: Callable[[], Any] = noop_context_fn
 
 
 def prepare(model: Any, world: World, cfg: Config) -> None:
@@ -53,20 +54,15 @@ def prepare(model: Any, world: World, cfg: Config) -> None:
         for block in model.blocks:
             # `forward` is replaced, because a wrapper module would change parameter names.
             block.forward = _recomputed(block.forward, model.sharding.contexts)
-    if dist.is_initialized():
+    if dist.is_initialized() and not model.sharding.whole:
         _shard(model, world)
 
 
-def _recomputed(
-    forward: Callable[..., Any], contexts: Callable[[], Any] | None
-) -> Callable[..., Any]:
+def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any]) -> Callable[..., Any]:
     """Wrap a block's `forward` so that the backward pass recomputes its activations.
 
     A decoder block returns two tensors, but only their sum is kept between two blocks.
     """
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if contexts:
-        options["context_fn"] = contexts
 
     def summed(*args: Any) -> Any:
         out = forward(*args)
@@ -74,7 +70,11 @@ def _recomputed(
 
     @functools.wraps(forward)
     def run(*args: Any) -> Any:
-        return checkpoint(summed, *args, **options) if torch.is_grad_enabled() else forward(*args)
+        if not torch.is_grad_enabled():
+            return forward(*args)
+        return checkpoint(
+            summed, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+        )
 
     return run
 

@@ -42,15 +42,17 @@ class EMA(Feature):
     def step(self, run: Run, step: int, samples: list[Sample]) -> None:
         fsdp.reshard(run.model)
         with torch.no_grad():
-            for name, mine in self.average.items():
-                mine.lerp_(run.model.get_parameter(name), 1 - self.decay)
+            for name, p in run.model.named_parameters():
+                if name in self.average:
+                    self.average[name].lerp_(p, 1 - self.decay)
 
     def swap(self, model: Decoder) -> None:
         """Swap the weights and their average."""
         fsdp.reshard(model)
         with torch.no_grad():
+            weights = dict(model.named_parameters())
             for name, mine in self.average.items():
-                p = model.get_parameter(name)
+                p = weights[name]
                 kept = p.detach().clone()
                 p.copy_(mine)
                 mine.copy_(kept)

@@ -64,6 +64,7 @@ from nanogrpo.engine.paged_cache import cache_tokens
 from nanogrpo.engine.runner import PREFILL_TOKENS
 from nanogrpo.errors import UserError, first_sentence
 from nanogrpo.extras.options import Config
+from nanogrpo.extras.sharding import is_whole
 from nanogrpo.feature import Feature
 from nanogrpo.grpo import schedule
 from nanogrpo.model import head as ops
@@ -87,6 +88,8 @@ MOST_SLOTS = 256  # with more slots, a decode step takes almost proportionally l
 # With "selective", Python is called for each operation, so small micro-batches make the GPU wait:
 # on an H100, 12 layers of Qwen3-4B took 1.41 s with 4,096 tokens, and 0.60 s with 8,192.
 SETTINGS = (
+    ("none", 65536, "step"),
+    ("none", 32768, "step"),
     ("none", 16384, "step"),
     ("none", 8192, "step"),
     ("selective", 8192, "step"),
@@ -204,14 +207,15 @@ def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
     key_rows = cached if kind == "none" else cached // layers  # or per layer
     rows = min(T, ops.default_chunk(c.vocab_size, torch.bfloat16, world.device))
     head = c.vocab_size * c.hidden_size if model.lm_head.weight.requires_grad else 0
-    reference = 4 * n // W + root if cfg.beta and not cfg.lora_r else 0
+    whole = is_whole(cfg, world)
+    reference = 4 * n // W + (gathered if whole else root) if cfg.beta and not cfg.lora_r else 0
     dequantized = 2 * c.hidden_size * c.intermediate_size if cfg.load_in_4bit else 0
     out = [
         Row("parameters", stored // W, host),
         Row("optimizer", moments, host),
         Row("gradients, summed before they are reduced", 4 * trained if summed else 0),
         Row("gradients", 4 * trained // W if host or not summed else 0, host),
-        Row("gathered by FSDP", gathered),
+        Row("16-bit copies of the weights" if whole else "gathered by FSDP", gathered),
         Row("a dequantized matrix", dequantized),
         Row("reference model", reference, host),
         Row(f"activations of {T:,} tokens", T * (layers * kept + again + 6 * c.hidden_size)),

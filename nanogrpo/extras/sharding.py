@@ -10,9 +10,15 @@ import functools
 import os
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from nanogrpo.distributed.fsdp import Sharding
+from nanogrpo.distributed.world import World
+from nanogrpo.extras.one_gpu import copy_weights
 from nanogrpo.feature import Feature
 
 if TYPE_CHECKING:
@@ -35,10 +41,22 @@ class Sharded(Feature):
 
     def settings(self, cfg: Any, inputs: Inputs) -> None:
         """Use the settings that earlier features have chosen. This feature attaches after them."""
-        shard(inputs.model, cfg)
+        shard(inputs.model, cfg, inputs.world)
+
+    def loaded(self, model: Any) -> None:
+        if model.sharding.whole:
+            copy_weights(model)
 
 
-def shard(model: Any, cfg: Any) -> None:
+def is_whole(cfg: Any, world: World) -> bool:
+    """Return whether one GPU trains the model without FSDP2 (one_gpu.py). Adapters and offloading
+    need FSDP2, and so does a model whose 16-bit copy does not fit into memory.
+    """
+    alone = (world.size, world.device.type) == (1, "cuda")
+    return alone and cfg.reshard_after_forward == "never" and not (cfg.cpu_offload or cfg.lora_r)
+
+
+def shard(model: Any, cfg: Any, world: World) -> None:
     """Pass the options for sharding to fsdp.py."""
     contexts = functools.partial(
         create_selective_checkpoint_contexts, lambda _context, op, *_, **__: _policy(op)
@@ -47,7 +65,8 @@ def shard(model: Any, cfg: Any) -> None:
         keep_gathered=cfg.reshard_after_forward == "never",
         reduce_each=cfg.reduce_gradients == "micro_batch",
         offload=cfg.cpu_offload,
-        contexts=contexts if cfg.checkpointing == "selective" else None,
+        whole=is_whole(cfg, world),
+        contexts=contexts if cfg.checkpointing == "selective" else noop_context_fn,
     )
 
 

@@ -50,7 +50,7 @@ def load_sharded(
 ) -> Decoder:
     """Return the sharded model of a checkpoint, as a run loads it."""
     model = model or checkpoint.empty_model(base)
-    shard(model, cfg)
+    shard(model, cfg, world)
     inputs: Any = types.SimpleNamespace(cfg=cfg, world=world, source=base, features=features)
     return parts.load_weights(model, inputs)
 

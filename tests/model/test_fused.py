@@ -87,7 +87,7 @@ def test_recomputation_changes_no_bit(monkeypatch):
     for kind in ("none", "full", "selective"):
         model = tiny_model(num_hidden_layers=1)
         cfg = Config(model="m", gradient_checkpointing=kind)
-        shard(model, cfg)
+        shard(model, cfg, SOLO)
         fsdp.prepare(model, SOLO, cfg)
         out = model(random_tokens(4), *positions_of([1, 3]))
         out.square().sum().backward()

@@ -107,7 +107,7 @@ def test_more_memory_never_chooses_leaner_settings():
         kind, kept = -KINDS.index(chosen.checkpointing), chosen.reshard_after_forward == "never"
         seen.append((min(share, 6), kind, chosen.strip_tokens, kept))
     assert seen == sorted(seen)
-    assert seen[-1] == (6, 0, 16384, True)
+    assert seen[-1] == (6, 0, 65536, True)
     assert chosen.cache_tokens == 64 * 768
     assert len(set(seen)) > 4
 

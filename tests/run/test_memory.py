@@ -91,7 +91,7 @@ def test_activations_are_as_large_as_estimated(model_type, kind):
     }
     model = tiny_model(tiny_config(model_type=model_type, num_hidden_layers=4, **shape), std=0.05)
     cfg = Config(gradient_checkpointing=kind)
-    shard(model, cfg)
+    shard(model, cfg, ALONE)
     fsdp.prepare(model, ALONE, cfg)
     batch = random_batch([(40, 60)] * 6)
     with Live(model) as live:

@@ -1,0 +1,68 @@
+"""The host's work in a training step: it never waits for a GPU between the first kernel and the
+update, and one GPU needs no FSDP2.
+
+The operations are counted on the CPU (bench/step_trace.py). Read next:
+nanogrpo/extras/one_gpu.py, test_device.py.
+"""
+
+import pytest
+import torch
+from torch.distributed.checkpoint import filesystem
+
+from bench import step_trace
+from nanogrpo.extras import one_gpu
+from nanogrpo.run import optim
+from tests.conftest import random_batch, tiny_model
+
+
+@pytest.mark.parametrize("kind", step_trace.KINDS)
+def test_the_host_waits_only_after_the_update(kind):
+    host = step_trace.count(kind)
+    assert {name for _, name in host.waits} == {"_local_scalar_dense"}
+    assert {phase for phase, _ in host.waits} == {"update done"}
+    assert not host.transfers
+
+
+def test_on_one_gpu_a_step_takes_at_most_115_percent_of_the_host_time_without_shards():
+    """Other processes can only make a measurement worse, so the best of three counts."""
+    best = min(step_trace.of_host(4, [])[1]["over_unsharded"] for _ in range(3))
+    assert best <= 1.15
+
+
+def test_copies_follow_the_master_weights_and_gradients_are_float32():
+    """In float32, the copies change nothing. In bfloat16, the error is about that of a model whose
+    weights and gradients are bfloat16, and the update uses float32.
+    """
+    batches = [random_batch([(3, 7), (2, 5), (9, 4)], seed=seed) for seed in range(3)]
+
+    def trained(*dtypes: torch.dtype) -> dict[str, torch.Tensor]:
+        model = tiny_model(tie_word_embeddings=True)
+        for dtype in dtypes:
+            one_gpu.copy_weights(model, dtype)
+        return step_trace.train(model, batches, steps=2)
+
+    plain = trained()
+    for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+        for name, weight in trained(dtype).items():
+            assert weight.dtype == torch.float32
+            assert (weight - plain[name]).norm() <= limit * plain[name].norm()
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, optim.adamw])
+def test_a_gradient_that_is_not_finite_changes_no_weight(make):
+    layer = torch.nn.Linear(2, 2)
+    layer.weight.grad, layer.bias.grad = torch.full((2, 2), torch.inf), torch.ones(2)
+    before, optimizer = layer.weight.clone(), make([{"params": [*layer.parameters()]}])
+    with pytest.raises(FloatingPointError, match="no update was made"):
+        optim.clip_and_step(layer, optimizer, 1e-3, 1.0)
+    assert torch.equal(layer.weight, before)
+    assert not any(state["step"] for state in optimizer.state.values())
+
+
+def test_the_thread_that_writes_a_checkpoint_never_waits_for_the_gpu(rows_of, monkeypatch):
+    """With a GPU, torch's writer would copy from the GPU again, and wait before it writes a copy.
+    Waiting here counts as an error, which would end the run.
+    """
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delattr(filesystem, "_OverlappingCpuLoader")
+    assert len(rows_of("--max-steps 2 --save-steps 1")) == 2
