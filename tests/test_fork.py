@@ -1,11 +1,16 @@
 """The examples of docs/fork.md are run as they stand. Read next: test_invariants.py."""
 
+import ast
+import gzip
 import inspect
+import io
+import json
 import math
 import os
 import re
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -31,7 +36,8 @@ from nanogrpo.vllm.client import VLLMEngine
 from tests.conftest import arguments, one_sentence, packed, steps, tiny_model
 
 CALCULATOR = Path(train.__file__).parent / "examples" / "calculator.py"
-TEXT = (Path(train.__file__).parent / "docs" / "fork.md").read_text()
+ROOT = Path(train.__file__).parent
+TEXT = (ROOT / "docs" / "fork.md").read_text()
 
 
 def example(heading: str) -> dict:
@@ -100,6 +106,52 @@ def test_gmpo_is_the_papers_equation_on_completions_of_any_length(gmpo):
     assert out.loss.item() == pytest.approx(expected.item(), rel=1e-5)
     out.loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_the_table_names_recipes_with_these_hooks_and_lines():
+    rows = re.findall(r"^\| .*? \| (.*?) \| \[.*?\]\(\.\./(.*?)\) \| (\d+) \|$", TEXT, re.MULTILINE)
+    recipes = ROOT / "examples/recipes"
+    assert {ROOT / path for _, path, _ in rows} == {*recipes.glob("*.py")}
+    for hooks, path, lines in rows:
+        source = (ROOT / path).read_text()
+        named = re.findall(r"`(\w+)`", hooks)
+        assert named
+        assert all(hasattr(Feature, name) and f"    def {name}(self" in source for name in named)
+        assert code_lines(source) == int(lines) <= 60, path
+
+
+def code_lines(source: str) -> int:
+    """Return the number of lines without comments, docstrings and blank lines."""
+    strings = (ast.Module, ast.FunctionDef, ast.ClassDef)
+    nodes = [n for n in ast.walk(ast.parse(source)) if isinstance(n, strings)]
+    texts = [n.body[0] for n in nodes if ast.get_docstring(n) is not None]
+    lines = {i for t in texts for i in range(t.lineno, t.end_lineno + 1)}
+    kinds = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
+    found = tokenize.generate_tokens(io.StringIO(source).readline)
+    spans = [range(t.start[0], t.end[0] + 1) for t in found if t.type in kinds]
+    return len({i for span in spans for i in span} - lines)
+
+
+def test_the_credit_of_a_token_reaches_the_loss_and_the_token_log(tiny_base, files, tmp_path):
+    feature, batches = example("An advantage for each token")["LateCredit"](), []
+    feature.batches = lambda run, some: batches.extend(some)
+    argv = arguments(tiny_base, files, tmp_path, "--log-completions", "--log-tokens")
+    assert main(Config, lambda cfg: [feature], argv) == 0
+    for batch in batches:
+        for i in batch.sample.unique():
+            share = batch.advantage[batch.sample == i]
+            steps = torch.arange(1, len(share) + 1) / len(share)
+            torch.testing.assert_close(share, share[-1] * steps)
+    text = gzip.decompress((tmp_path / "completions/tokens_00003.jsonl.gz").read_bytes())
+    rows = (tmp_path / "completions/completions_00003.jsonl").read_text().splitlines()
+    for line in map(json.loads, text.splitlines()):
+        whole = json.loads(rows[line["row"]])["advantage"]
+        assert line["advantage"][-1] == pytest.approx(whole, rel=1e-3)
+
+
+def test_the_default_loss_never_calls_its_term(rows_of, monkeypatch):
+    monkeypatch.setitem(objectives.TERMS, "dapo", None)
+    assert rows_of("--max-steps 1")[0]["grad_norm"] > 0
 
 
 def test_gmpo_trains(rows_of, gmpo):

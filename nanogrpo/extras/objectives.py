@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nanogrpo.extras.options import CLIPPED, ObjectivesOptions
+from nanogrpo.extras.options import CLIPPED, FIELDS, ObjectivesOptions
 from nanogrpo.feature import Feature
 from nanogrpo.grpo.loss import DIVISORS, clip_of
 from nanogrpo.kernels.reference import policy
@@ -183,7 +184,7 @@ def dppo(t: Tokens, cfg: ObjectivesOptions) -> Terms:
     return l, {"clip": high.to(torch.int8) - low.to(torch.int8)}
 
 
-TERMS = {
+TERMS: dict[str, Callable[[Tokens, Any], Terms]] = {
     **dict.fromkeys(CLIPPED, clipped),
     "cispo": cispo,
     "sapo": sapo,
@@ -191,6 +192,15 @@ TERMS = {
     "dppo_tv": dppo,
     "dppo_kl": dppo,
 }
+
+
+def add(name: str, term: Callable[[Tokens, Any], Terms], average: str) -> None:
+    """Add a --loss-type. average: the shipped loss type whose weights its tokens have, such as
+    "grpo" for a mean over completions and "dapo" for a mean over all tokens.
+    """
+    TERMS[name], DIVISORS[name] = term, DIVISORS[average]
+    option = FIELDS["loss_type"]
+    option.metadata = {**option.metadata, "choices": (*option.metadata["choices"], name)}  # type: ignore[assignment]
 
 
 def on_policy_enough(t: Tokens, threshold: float) -> Tensor:

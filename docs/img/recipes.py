@@ -1,0 +1,86 @@
+"""Train with the recipes of examples/recipes, and draw the curves of docs/recipes.md.
+
+    python docs/img/recipes.py [NAME …]        # by default all; about five minutes for each
+
+In: nothing. Out: a folder in runs/recipes for each run, and a picture recipe_NAME.svg for each
+recipe of RECIPES. A run whose folder exists is not repeated. All runs use the model of the debug
+profile and the task `arithmetic`, with five seeds. Read next: ../recipes.md.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from statistics import fmean
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from draw import FONT, GRID, HEALTHY, SICK, WIDTH, save
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+import train
+from nanogrpo.logs.files import read_records
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+FOLDER = ROOT / "runs/recipes"
+SEEDS = range(5)
+METRIC = "eval/rewards/accuracy_reward"
+OPTIONS = f"""
+    --model {ROOT}/nanogrpo/data/sums/base --data arithmetic --device cpu --max-steps 30
+    --generation-batch-size 64 --max-completion-length 48 --learning-rate 1e-4 --eval-steps 3
+    --eval-samples 128 --save-steps 0
+"""
+# recipe → its options, and those of plain GRPO next to it
+STEPS = f"--reward-funcs accuracy {ROOT}/examples/recipes/process.py:steps"
+RECIPES = {
+    "process": (STEPS, STEPS),
+}
+
+
+def curve(name: str, recipe: str, options: str, seed: int) -> dict[int, float]:
+    """Train unless the run exists. Return the held-out accuracy after each number of steps."""
+    folder = FOLDER / f"{name}-{recipe or 'grpo'}-{seed}"
+    if not folder.exists():
+        argv = [*OPTIONS.split(), *options.split(), "--seed", str(seed), "--output-dir", folder]
+        words = list(map(str, argv))
+        if recipe:
+            path = ROOT / f"examples/recipes/{recipe}.py"
+            spec = importlib.util.spec_from_file_location(recipe, path)
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[recipe] = module
+            spec.loader.exec_module(module)
+            status = module.main(module.Options, module.features, words)
+        else:
+            status = train.main(words)
+        if status:
+            raise SystemExit(status)
+    records = read_records(folder / "metrics.jsonl")
+    return {r["eval/after"]: r[METRIC] for r in records if METRIC in r}
+
+
+def draw(name: str) -> None:
+    own, plain = RECIPES[name]
+    with rc_context(FONT):
+        figure = Figure((WIDTH / 10, 2.4), layout="constrained")
+        axes = figure.subplots()
+        for recipe, options, color in ((name, own, SICK), ("", plain, HEALTHY)):
+            curves = [curve(name, recipe, options, seed) for seed in SEEDS]
+            steps = sorted(curves[0])
+            for each in curves:
+                axes.plot(steps, [each[s] for s in steps], color=color, alpha=0.25, lw=1)
+            means = [fmean(each[s] for each in curves) for s in steps]
+            axes.plot(steps, means, color=color, lw=2, label=recipe or "GRPO")
+            print(f"{name}, {recipe or 'GRPO'}:", *(f"{s}: {m:.3f}" for s, m in zip(steps, means)))
+        axes.set(xlabel="steps", ylabel="accuracy, held-out", ylim=(0, 1))
+        axes.grid(color=GRID, lw=0.5)
+        axes.legend(frameon=False, loc="lower right")
+        save(figure, HERE / f"recipe_{name}.svg")
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or RECIPES:
+        draw(name)
