@@ -54,6 +54,6 @@ def _json_lines(path: Path) -> Iterator[Record]:
     number, advice = 1, "each line must be one complete JSON object"
     with path.open("rb") as file, reading(lambda: f"{path}:{number}:", advice, "not JSON"):
         for number, line in enumerate(file, start=1):
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            text = line.decode("utf-8-sig")
             if text.strip():
                 yield f"{path}:{number}", json.loads(text)

@@ -29,14 +29,12 @@ from nanogrpo.types import Sample
 
 
 class Spread(NamedTuple):
-    """Count, sum and range of some values: for 1.0 and 4.0, Spread(n=2, total=5.0, least=1.0,
-    most=4.0).
-    """
+    """Count, sum and range of some values: for 1.0 and 4.0, Spread(2, 5.0, min=1.0, max=4.0)."""
 
     n: int
     total: float
-    least: float
-    most: float
+    min: float
+    max: float
 
     @property
     def mean(self) -> float:

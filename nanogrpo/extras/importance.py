@@ -70,9 +70,9 @@ def measured(weight: Tensor, world: World) -> dict[str, float]:
         return {}
     w, square = found["weight"], found["square"].mean
     return {
-        "sampling/importance_sampling_ratio/min": w.least,
+        "sampling/importance_sampling_ratio/min": w.min,
         "sampling/importance_sampling_ratio/mean": w.mean,
-        "sampling/importance_sampling_ratio/max": w.most,
+        "sampling/importance_sampling_ratio/max": w.max,
         "sampling/masked": found["masked"].mean,
         # the result is 0 if all weights are 0
         "sampling/ess": w.mean**2 / square if square > 0 else 0.0,

@@ -85,9 +85,8 @@ class Meter:
         """Return the metrics of the step over all ranks. Every rank must call this method."""
         loss = sum(world.gather(float(self.loss)))
         out = {"loss": loss / self.updates, "grad_norm": statistics.fmean(self.norms)}
-        kinds = {"min": "least", "max": "most"}
         for name, spread in world.spreads(self._vectors()).items():
-            out[name] = getattr(spread, kinds.get(name[-3:], "mean"))
+            out[name] = getattr(spread, name[-3:], spread.mean)  # .min, .max, or the mean
         if "clip_ratio/low_mean" in out:
             out["clip_ratio/region_mean"] = out["clip_ratio/low_mean"] + out["clip_ratio/high_mean"]
         return out
