@@ -44,7 +44,7 @@ def test_pass_rates_are_moving_averages_and_decide_what_is_replayed():
     drawn = [[p.id for p in run.draw_all(seed, 1)] for seed in range(4000)]
     assert all(ids[:2] == [4, 5] and len({*ids}) == 4 for ids in drawn)
     assert {i for ids in drawn for i in ids[2:]} == {0, 1, 3}  # 2 is solved
-    weights = {i: 1 - float(feature.rate[i]) for i in (0, 1, 3)}
+    weights = {i: float(feature.rate[i] * (1 - feature.rate[i])) for i in (0, 1, 3)}
     for i, weight in weights.items():
         share = np.mean([ids[2] == i for ids in drawn])
         assert abs(share - weight / sum(weights.values())) < 0.03
