@@ -113,7 +113,7 @@ def load(
     read = tokenizer.template_variables
     if ignored := (cfg.chat_template_kwargs or {}).keys() - read:
         raise UserError(
-            f"--chat-template-kwargs sets {min(ignored)}, but the model's chat template reads only "
+            f"--chat-template-kwargs sets {min(ignored)}, but the model's chat template reads "
             f"{', '.join(sorted(read)) or 'no variables'}: leave it out."
         )
     prompts: list[Prompt] = []
