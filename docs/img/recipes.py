@@ -38,12 +38,13 @@ OPTIONS = f"""
 STEPS = f"--reward-funcs accuracy {ROOT}/examples/recipes/process.py:steps"
 RECIPES = {
     "process": (STEPS, STEPS),
+    **{name: ("", "") for name in ("critic", "branch", "scale_rl", "curriculum", "rejection")},
 }
 
 
 def curve(name: str, recipe: str, options: str, seed: int) -> dict[int, float]:
     """Train unless the run exists. Return the held-out accuracy after each number of steps."""
-    folder = FOLDER / f"{name}-{recipe or 'grpo'}-{seed}"
+    folder = FOLDER / f"{name if options else 'default'}-{recipe or 'grpo'}-{seed}"
     if not folder.exists():
         argv = [*OPTIONS.split(), *options.split(), "--seed", str(seed), "--output-dir", folder]
         words = list(map(str, argv))

@@ -19,6 +19,7 @@ next: attach.py, docs/recipes.md.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -41,10 +42,14 @@ def main(
     features: a function of the options. Its features attach after those of the other options.
     """
     words = [*(sys.argv[1:] if argv is None else argv)]
+    own = [field for field in dataclasses.fields(options) if field.name not in FIELDS]
+    for field in own[:1]:
+        field.metadata = {"group": "Options of the recipe", **field.metadata}  # type: ignore[assignment]
     if {"-h", "--help"} & {*words}:
-        own = options.__dataclass_fields__.keys() - FIELDS.keys()
         text = inspect.getdoc(inspect.getmodule(options)) or ""
         more = "All options of train.py: --help-all."
-        cli.parser(options, own, "%(prog)s [options]", text, more).print_help()
+        cli.parser(
+            options, {field.name for field in own}, "%(prog)s [options]", text, more
+        ).print_help()
         return 0
     return loop()["main"](words, Given(options=options, features=features))
