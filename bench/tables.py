@@ -127,6 +127,21 @@ def kernel_speed(records: list[dict]) -> Lines:
     ]
 
 
+def attention_speed(records: list[dict]) -> Lines:
+    lines: Lines = []
+    for r in records:
+        if "why_not" in r:
+            lines.append((r["case"], r["side"], r["why_not"], *[""] * 5))
+            continue
+        ms = 1e3 * r["seconds_median"], 1e3 * r["backward_median"]
+        passes = zip(r["needed_flop"].values(), (r["seconds_median"], r["backward_median"]))
+        tflops = [flop / seconds / 1e12 for flop, seconds in passes]
+        errors = ", ".join(f"{name} {error:.1e}" for name, error in r["errors"].items())
+        spread = " – ".join(f"{1e3 * s:.3g}" for s in r["backward_spread"])
+        lines.append((r["case"], r["side"], ms[0], tflops[0], ms[1], spread, tflops[1], errors))
+    return lines
+
+
 def soak(records: list[dict]) -> Lines:
     lines: Lines = []
     for r in records:
@@ -389,6 +404,27 @@ BENCHES = {
             ("head, hidden to gradients",),
         ),
         command="make gpu",
+    ),
+    "attention_speed": Bench(
+        "How fast are the backends of attention (`NANOGRPO_ATTENTION`)? The times are for one layer"
+        " of Qwen3-0.6B and the three strips of step_large. The FLOP that attention needs are 4·E"
+        " per head and visible pair of query and key in the forward, and 10·E in the backward. The"
+        " errors are compared with float64, and relative to the largest value.",
+        (
+            "case",
+            "side",
+            "forward ms",
+            "TFLOP/s",
+            "backward ms",
+            "fastest – slowest",
+            "TFLOP/s",
+            "error",
+        ),
+        attention_speed,
+        [
+            ("0.6B, 3 strips, bfloat16, GPU", side)
+            for side in ("torch", "two-call", "flash4", "triton")
+        ],
     ),
     "plan": Bench(
         "How well does `bench.predict` predict the duration of a step? The benchmark first measures"

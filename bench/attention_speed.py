@@ -1,0 +1,191 @@
+"""Measure the speed and the errors of the backends of attention, forward and backward.
+
+    python -m bench.attention_speed               # one layer of Qwen3-0.6B, on a GPU
+    TRITON_INTERPRET=1 python -m bench.attention_speed --scale 0.01    # tiny, on a CPU
+
+In: nothing. The sequences are those of the three strips of step_large.py, with their shared
+prompts. Queries, keys, values and the gradients of the outputs are random. Out:
+results/attention_speed.json, with one record per backend of `NANOGRPO_ATTENTION`. A backend that
+cannot run here has a record with the reason instead of times.
+
+The times are for one attention layer and all strips together. The backends are timed alternately.
+An error is the largest difference from float64, divided by the largest value. Read next:
+nanogrpo/model/gpu_attention.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from nanogrpo.kernels.reference.attention import Strip, attention
+from torch import Tensor
+
+from bench import common, tables
+from bench.step_large import CASE, forward_flops
+from bench.step_sides import options_of, strips
+from nanogrpo.model.attention import StripAttention
+from nanogrpo.model.gpu_attention import BACKENDS, Backend, sdpa
+
+NAMES = ("y", "dq", "dk", "dv")
+# one strip: its sequences, then q, k, v and the gradient of y
+Work = list[tuple[StripAttention, list[Tensor]]]
+
+
+def work_of(shape: common.ModelConfig, scale: float, device: str) -> tuple[Work, float]:
+    """Return the strips with random inputs, and the number of visible pairs per head."""
+    cfg, samples = options_of(CASE, scale, device)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    heads, keys, size = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+    generator = torch.Generator(device).manual_seed(0)
+    work, pairs = [], 0.0
+    for batch in strips(samples, cfg, shape.pair_cost):
+        q = batch.cu_seqlens.diff().double()  # [N]
+        k = q if batch.kv_cu_seqlens is None else batch.kv_cu_seqlens.diff().double()  # [N]
+        pairs += (q * (k - q) + q * (q + 1) / 2).sum().item()
+        batch = batch.to(device)
+        strip = StripAttention(
+            batch.cu_seqlens, batch.max_len, batch.kv_rows, batch.kv_cu_seqlens, batch.kv_max_len
+        )
+        inputs = [
+            torch.randn(len(batch.tokens), n, size, generator=generator, device=device).to(dtype)
+            for n in (heads, keys, keys, heads)
+        ]
+        work.append((strip, [x.requires_grad_() for x in inputs[:3]] + inputs[3:]))
+    return work, pairs
+
+
+def side_of(name: str, device: str) -> Backend | str:
+    """Return the function of a backend, or why it cannot run here."""
+    if name == "flash4" and device == "cuda":
+        try:
+            importlib.import_module("flash_attn.cute")
+        except ImportError as problem:
+            return f"cannot be imported: {problem}"
+        if torch.cuda.get_device_capability()[0] not in (9, 10, 11):
+            return "needs Hopper or Blackwell"
+    interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    if device == "cpu" and not interpreted:
+        return sdpa if name == "torch" else "needs a GPU"
+    return BACKENDS[name]
+
+
+def truth_of(work: Work) -> list[list[Tensor]]:
+    """Return outputs and gradients of all strips in float64, from the reference."""
+    found = []
+    for strip, (*inputs, dy) in work:
+        wide = [x.detach().double().requires_grad_() for x in inputs]
+        sequences = strip.cu_seqlens, strip.max_len
+        plain = Strip(*sequences, strip.kv_rows, strip.kv_cu_seqlens, strip.kv_max_len)
+        out = attention(*wide, plain)
+        found.append([out.detach(), *torch.autograd.grad(out, wide, dy.double())])
+    return found
+
+
+class Side:
+    """One backend, on all strips."""
+
+    def __init__(self, attend: Backend, work: Work):
+        self.attend, self.work = attend, work
+        self.outs: list[Tensor] = []
+
+    def forward(self) -> None:
+        self.outs = [self.attend(*inputs[:3], strip) for strip, inputs in self.work]
+
+    def backward(self) -> list[tuple[Tensor, ...]]:
+        pairs = zip(self.outs, self.work)
+        return [
+            torch.autograd.grad(out, inputs[:3], inputs[3], retain_graph=True)
+            for out, (_, inputs) in pairs
+        ]
+
+    def errors(self, truth: list[list[Tensor]]) -> dict[str, float]:
+        self.forward()
+        found = [[out.detach(), *grads] for out, grads in zip(self.outs, self.backward())]
+        worst = dict.fromkeys(NAMES, 0.0)
+        for got, want in zip(found, truth):
+            for name, x, exact in zip(NAMES, got, want):
+                error = (x.double() - exact).abs().max() / exact.abs().max()
+                worst[name] = max(worst[name], error.item())
+        return worst
+
+
+def main(argv: Sequence[str]) -> int | list[dict]:
+    parser = common.parser(
+        "attention_speed",
+        __doc__,
+        repeats=(30, "timed passes of each backend"),
+        scale=(1.0, "factor of all lengths"),
+    )
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and args.scale > 0.1:
+        print(
+            "bench.attention_speed measures a GPU, and torch finds none; --scale 0.01 runs on a"
+            " CPU.",
+            file=sys.stderr,
+        )
+        return 2
+    shape = common.large_qwen3("0.6B", CASE.prompt + CASE.longest)
+    if device == "cpu":  # Triton's interpreter is slow
+        shape = dataclasses.replace(shape, num_attention_heads=2, num_key_value_heads=1)
+    work, pairs = work_of(shape, args.scale, device)
+    dtype = work[0][1][0].dtype
+    truth = truth_of(work)
+    flop = forward_flops(shape, 0, 0, pairs) / shape.num_hidden_layers
+    label = f"0.6B, {len(work)} strips, {f'{dtype}'[6:]}, {'GPU' if device == 'cuda' else 'CPU'}"
+
+    sides: dict[str, Side] = {}
+    reasons: dict[str, str] = {}
+    figures: dict[str, dict] = {}
+    for name in BACKENDS:
+        function = side_of(name, device)
+        if isinstance(function, str):
+            reasons[name] = function
+            continue
+        sides[name] = Side(function, work)
+        try:
+            figures[name] = {"errors": sides[name].errors(truth)}
+        except Exception as problem:  # a backend that fails has no times
+            if name == "torch":
+                raise
+            reasons[name] = f"{type(problem).__name__}: {problem}"[:200]
+            del sides[name]
+    passes: dict[str, dict[str, Callable[[], object]]] = {
+        "forward": {name: side.forward for name, side in sides.items()},
+        "backward": {name: side.backward for name, side in sides.items()},
+    }
+    timings = {
+        what: common.interleave(calls, args.repeats, 2 if device == "cuda" else 0, what)
+        for what, calls in passes.items()
+    }
+    records = []
+    for name in BACKENDS:
+        if name in reasons:
+            why_not = reasons[name]
+            records.append(common.record("attention_speed", label, name, argv, why_not=why_not))
+            continue
+        forward, backward = (timings[what][name] for what in ("forward", "backward"))
+        figures[name] |= {
+            "backward_median": backward.median,
+            "backward_spread": backward.spread,
+            "tokens": sum(len(inputs[0]) for _, inputs in work),
+            "pairs_per_head": pairs,
+            "needed_flop": {"forward": flop, "backward": 2.5 * flop},
+        }
+        records.append(
+            common.record("attention_speed", label, name, argv, forward, **figures[name])
+        )
+    common.write("attention_speed", records, args.out)
+    tables.show("attention_speed", records)
+    return records
+
+
+if __name__ == "__main__":
+    result = main(sys.argv[1:])
+    sys.exit(result if isinstance(result, int) else 0)
