@@ -62,7 +62,7 @@ class HeadLogp(torch.autograd.Function):
         norm = torch.empty(2, count, dtype=acc, device=hidden.device)  # only `ops` interprets it
         buffer = _buffer(hidden, lm_head, targets.split(chunk))
         for part in _slices(count, chunk):
-            logits = product(hidden[part], lm_head, buffer)  # [C, V]
+            logits = ops.product(hidden[part], lm_head, buffer)  # [C, V]
             logp[part], entropy[part], norm[:, part] = ops.log_softmax_forward(
                 logits, targets[part], temperature
             )
@@ -83,7 +83,7 @@ class HeadLogp(torch.autograd.Function):
         for index in chunks:
             h = hidden[index]  # [C, D]
             dlogits = ops.log_softmax_backward_(
-                product(h, lm_head, buffer),
+                ops.product(h, lm_head, buffer),
                 targets[index],
                 temperature,
                 norm[:, index],
@@ -120,7 +120,7 @@ class HeadPolicyLoss(torch.autograd.Function):
         buffer = _buffer(hidden, lm_head, targets.split(chunk))
         for part in _slices(count, chunk):
             h = hidden[part]  # [C, D]
-            logits = product(h, lm_head, buffer)  # [C, V]
+            logits = ops.product(h, lm_head, buffer)  # [C, V]
             logp[part], entropy[part], terms[part], clip[part], kl_of_chunk = ops.policy_rows_(
                 logits, targets[part], temperature, inputs.at(part), c
             )

@@ -78,7 +78,7 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        for_dx, for_dweight, for_dbias = ctx.needs_input_grad
+        for_dx, for_dweight, for_dbias, *_ = ctx.needs_input_grad
         dx = product(dy, weight.T) if for_dx else None  # [T, I]
         # [O, I]; for large O, twice as fast as product(dy.T, x.T)
         dweight = product(x.T, dy.T).T if for_dweight else None

@@ -83,6 +83,7 @@ ROWS = {
     "evaluation of averaged weights": Row(
         "--ema-decay 0.5 --eval-steps 1 --eval-data FILES/uneven.jsonl"
     ),
+    "the same bits in engine and trainer": Row("--bitwise --steps-per-generation 2 --beta 0.1"),
     "evaluation": Row("--eval-steps 2 --eval-data FILES/uneven.jsonl"),
     "recomputation": Row("--gradient-checkpointing full"),
     "reference follows the policy": Row(

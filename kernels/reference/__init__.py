@@ -4,6 +4,7 @@ a decoder block return the dtype of their input. The functions of the output hea
 float64 for float64 inputs. Read next: policy.py, the GRPO loss of a token.
 """
 
+from ..linear import product
 from .attention import attention
 from .fused_rows import policy_rows_
 from .gather import gather_rows, row_order

@@ -6,6 +6,7 @@ equation, their derivation and the bytes that they move. Read next: log_softmax.
 (kernels of the output head), norm.py (kernels of a decoder block).
 """
 
+from ..linear import product
 from .attention import attention
 from .fused_rows import policy_rows_
 from .gather import gather_rows, row_order

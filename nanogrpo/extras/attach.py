@@ -29,6 +29,7 @@ extras, off by default (--help-all has their options, and says more about each o
   --max-staleness             sample steps ahead of training
   --vllm-importance-sampling-mode  a correction for the gap between engine and trainer
   --loss-type, …              cispo, sapo, vespo, dppo, luspo; sequence-level ratios (GSPO)
+  --bitwise                   the same bits in engine and trainer
   --sync-ref-model            let the reference model follow the policy
   --entropy-coef, …           an entropy bonus, or training on uncertain tokens only
   --advantage-estimator, …    rloo, maxrl, GDPO
@@ -152,6 +153,10 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
         from nanogrpo.extras.sharding import Sharded
 
         yield Sharded(cfg)
+    if cfg.bitwise:
+        from nanogrpo.extras.bitwise import Bitwise
+
+        yield Bitwise()
     if cfg.other_optimizer:
         from nanogrpo.extras.optim import Optim
 

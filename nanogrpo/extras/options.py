@@ -88,6 +88,28 @@ class ImportanceOptions(Core):
         return mode == "ratio" or (mode == "off" and self.max_staleness > 0)
 
 
+@dataclass(frozen=True)
+class BitwiseOptions(Core):
+    """The same bits in engine and trainer."""
+
+    bitwise: bool = option(
+        False,
+        "compute the same bits in the engine and the trainer, for any batch (docs/precision.md);"
+        " slower",
+    )
+
+    def problems(self) -> Iterator[str]:
+        others: Any = self  # it has the options of all extras
+        used = {
+            "engine vllm": others.engine == "vllm",
+            "lora-r": others.lora_r,
+            "top-p": self.top_p < 1,
+            "top-k": self.top_k,
+        }
+        for name in (name for name, value in used.items() if self.bitwise and value):
+            yield f"--bitwise cannot be used with --{name}: leave one of them out."
+
+
 # The constants of the losses that --loss-kwargs may change, and their defaults.
 LOSS_CONSTANTS = {
     "sapo": {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
@@ -500,6 +522,7 @@ class Config(  # the last base class comes first in `--help-all`
     SyncReferenceOptions,
     ObjectivesOptions,
     ImportanceOptions,
+    BitwiseOptions,
     VLLMOptions,
     Core,
 ):

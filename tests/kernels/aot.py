@@ -11,6 +11,7 @@ tests/kernels/aot.py` prints one JSON line per kernel. Read next: test_contracts
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -80,8 +81,10 @@ def contracts() -> dict[str, Launch]:
     import torch
     from nanogrpo.kernels.reference.attention import Strip
     from nanogrpo.kernels.reference.policy import Clip, LossInputs
+    from nanogrpo.kernels.triton import exact
 
     from examples import textbook
+    from nanogrpo.extras import bitwise
     from nanogrpo.extras.lora import nf4_kernels, nf4_reference
     from nanogrpo.kernels import triton as kernels
     from tests.kernels.terms import kernel_terms
@@ -149,6 +152,9 @@ def contracts() -> dict[str, Launch]:
     heads = [x.unflatten(1, (-1, E)) for x in joint]
     pages = meta(64, 128, dtype=torch.int32), meta(999, K, 32, E), meta(999, K, 32, E)
     add("paged.attend; paged.combine", kernels.paged_attention, *heads, keys, *pages)
+    add("exact.product", exact.product, x, meta(F, D, frozen=True))
+    paged = torch.no_grad()(functools.partial(bitwise.paged_attention, exact.attend))
+    add("exact.attend, one query", paged, *heads, keys, *pages)
     names = "sample.totals; sample.counts; sample.pick"
     add(names, kernels.sample_tokens, meta(64, V), keys, keys, 0.7)
     strip = Strip(meta(65, dtype=torch.int32), 1024)

@@ -1,0 +1,32 @@
+"""`--bitwise`: for every token, the engine's log-prob is the trainer's, to the last bit.
+
+tests/configurations.py has the row for two ranks and for resuming. Read next:
+tests/kernels/test_exact.py.
+"""
+
+import pytest
+
+from tests import configurations
+from tests.conftest import steps
+
+GAP = ("sampling/k3", "sampling/sampling_logp_difference/max")
+
+
+def test_the_bits_depend_neither_on_the_slots_nor_on_the_strips_nor_on_the_ranks(rows_of, tmp_path):
+    usual = rows_of(folder="usual")
+    assert any(row[GAP[1]] > 0 for row in usual)
+    runs = {
+        options: rows_of(f"--bitwise {options}", folder=options or "all")
+        for options in ("", "--max-concurrent 1", "--max-concurrent 7", "--token-budget 40")
+    }
+    row = "the same bits in engine and trainer"
+    two = steps(configurations.on_ranks(2, row, tmp_path / "two"))
+    for step in (step for run in (two, *runs.values()) for step in run):
+        assert [step[name] for name in GAP] == [0.0, 0.0]
+    whole = runs[""]
+    assert whole == runs["--max-concurrent 1"] == runs["--max-concurrent 7"]
+    # the gradients of smaller strips are added up in another order
+    assert runs["--token-budget 40"][0]["entropy"] == pytest.approx(whole[0]["entropy"], abs=1e-7)
+    for mine, theirs in zip(whole, usual):
+        assert mine["reward"] == theirs["reward"]
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)

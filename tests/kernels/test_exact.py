@@ -1,0 +1,77 @@
+"""The exact functions of kernels/exact.py and kernels/triton/exact.py: right, and the same bits for
+a row in every batch.
+
+Triton's kernels run in its interpreter where there is no GPU. Read next:
+tests/engine/test_bitwise.py.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from nanogrpo.kernels.reference.attention import Strip, attention
+from nanogrpo.kernels.triton import exact as triton
+
+from nanogrpo.extras.bitwise import paged_attention, strip_attention
+from nanogrpo.kernels import exact
+from tests.conftest import DEVICE
+
+BOTH = pytest.mark.parametrize("how", [exact, triton], ids=["cpu", "triton"])
+PROMPT, LENGTHS, PAGE = 35, (1, 17, 40), 16  # one prompt, and its completions
+
+
+@BOTH
+@pytest.mark.parametrize(("K", "M"), [(96, 57), (40, 130)])
+def test_a_row_of_a_product_has_the_same_bits_in_every_batch(how, K, M):
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(70, K, generator=g), torch.randn(M, K, generator=g)
+    whole = how.product(a.to(DEVICE), b.to(DEVICE)).cpu()
+    torch.testing.assert_close(whole.double(), a.double() @ b.double().T, rtol=0, atol=2e-5)
+    for rows in ([3], [69, 0], range(7), torch.randperm(70, generator=g)[:65]):
+        part = how.product(a[torch.as_tensor(rows)].to(DEVICE), b.to(DEVICE)).cpu()
+        assert torch.equal(part, whole[torch.as_tensor(rows)])
+    assert how.product(a[:0].to(DEVICE), b.to(DEVICE)).shape == (0, M)
+
+
+@BOTH
+@pytest.mark.parametrize(("H", "K", "E"), [(4, 2, 16), (3, 1, 24)])
+def test_a_query_has_the_same_bits_in_a_strip_and_in_the_cache(how, H, K, E):
+    g = torch.Generator().manual_seed(0)
+    lengths = [PROMPT, *LENGTHS]
+    own = torch.arange(sum(lengths)).split(lengths)
+    kv = [own[0], *(torch.cat((own[0], rows)) for rows in own[1:])]  # all see the prompt
+    q = torch.randn(sum(lengths), H, E, generator=g)
+    k, v = torch.randn(2, sum(lengths), K, E, generator=g)
+
+    def ends(rows) -> torch.Tensor:
+        return torch.tensor([0, *map(len, rows)]).cumsum(0).int()
+
+    strip = Strip(ends(own), PROMPT, torch.cat(kv), ends(kv), PROMPT + max(LENGTHS))
+    wide = [x.double() for x in (q, k, v)]
+    on = [x.to(DEVICE) for x in (q, k, v)]
+    strip = Strip(*(x.to(DEVICE) if torch.is_tensor(x) else x for x in vars(strip).values()))
+    y = strip_attention(how.attend, *on, strip).cpu()
+    expected = attention(*wide, Strip(ends(own), PROMPT, torch.cat(kv), ends(kv), 75))
+    torch.testing.assert_close(y.double(), expected, rtol=0, atol=2e-6)
+    # each completion in a strip of its own, with a copy of the prompt
+    for rows in kv:
+        alone = Strip(ends([rows]).to(DEVICE), len(rows))
+        again = strip_attention(how.attend, *(x[rows].contiguous() for x in on), alone).cpu()
+        assert torch.equal(again, y[rows])
+    # the last token of each sequence, in a decode step
+    pages = [-(-len(rows) // PAGE) for rows in kv]
+    table = torch.zeros(len(kv), max(pages) + 1, dtype=torch.int32)
+    order = (1 + torch.randperm(sum(pages), generator=g)).split(pages)
+    cache = torch.full((2, 1 + sum(pages), K, PAGE, E), torch.nan)
+    for row, (rows, mine) in enumerate(zip(kv, order)):
+        table[row, : len(mine)] = mine
+        for i, token in enumerate(rows[:-1]):
+            cache[:, mine[i // PAGE], :, i % PAGE] = torch.stack((k[token], v[token]))
+    last = torch.stack([rows[-1] for rows in kv])
+    positions = torch.tensor([len(rows) - 1 for rows in kv])
+    step = functools.partial(paged_attention, how.attend)
+    newest = (x[last.to(DEVICE)] for x in on)
+    got = step(*newest, positions.to(DEVICE), table.to(DEVICE), *cache.to(DEVICE))
+    assert torch.equal(got.cpu(), y[last])
