@@ -154,7 +154,7 @@ def contracts() -> dict[str, Launch]:
     add("paged.attend; paged.combine", kernels.paged_attention, *heads, keys, *pages)
     add("exact.product", exact.product, x, meta(F, D, frozen=True))
     paged = torch.no_grad()(functools.partial(bitwise.paged_attention, exact.attend))
-    add("exact.attend, one query", paged, *heads, keys, *pages)
+    add("exact.attend", paged, *heads, keys, *pages)
     names = "sample.totals; sample.counts; sample.pick"
     add(names, kernels.sample_tokens, meta(64, V), keys, keys, 0.7)
     strip = Strip(meta(65, dtype=torch.int32), 1024)
@@ -276,6 +276,7 @@ WIDEST += ("terms", "terms, on policy", "norm.backward", "rope.backward", "swigl
 WIDEST += ("rope.backward, 64 heads", "gather.sum", "paged.attend", "paged.combine")
 WIDEST += ("sample.totals", "sample.counts", "sample.pick")
 WIDEST += ("nf4.quantize", "nf4.dequantize", "nf4.matmul")
+WIDEST += ("exact.product", "exact.attend")
 ARCHS = (80, 86, 89, 90, 100, 120)  # A100, RTX 3090, RTX 4090, H100, B200, RTX 5090
 ATTENTION = ("attention.forward", "attention.queries", "attention.keys")
 
