@@ -109,5 +109,6 @@ def attend(
     pads = dict(HEADS_PAD=triton.next_power_of_2(group), QUERIES=QUERIES, KEYS=32)
     shape = dict(HEADS=group, E=size, E_PAD=max(16, triton.next_power_of_2(size)))
     numbers = q.stride(0), head_stride, size**-0.5 * LOG2E.value
-    attend_kernel[(len(tiles[0]), heads)](q, k, v, y, *tiles, *numbers, **pads, **shape)
+    args = q, k, v, y, *tiles, *numbers
+    attend_kernel[(len(tiles[0]), heads)](*args, **pads, **shape, num_warps=8)
     return y
