@@ -35,8 +35,11 @@ if TYPE_CHECKING:
 
 class Bitwise(Feature):
     def model(self, model: Decoder, inputs: Inputs) -> None:
-        if type(model) is not Decoder:
-            raise UserError("--bitwise supports only text models: use a model without pictures.")
+        if type(model) is not Decoder or model.cfg.layers:
+            raise UserError(
+                "--bitwise supports text models in which each token attends to all tokens before "
+                "it: leave it out, or use another model."
+            )
         use_exact_products(model, functions(inputs.world.device))
 
     def engine(self, run: Run) -> LocalEngine:
@@ -171,6 +174,7 @@ def paged_attention(
     table: Tensor,
     keys: Tensor,
     values: Tensor,
+    window: int = 0,  # never used: `Bitwise.model` refuses windows
 ) -> Tensor:
     """Do the same as kernels/reference/paged.py, with one tile for each row."""
     size, pages = keys.shape[2], table[: len(q)].long()  # [b, pages of a row]
