@@ -1,5 +1,5 @@
 """How fast does a real language model learn word problems with nanogrpo and with TRL? Both trainers
-train SmolLM2-135M-Instruct, as `make real` does.
+train SmolLM2-135M-Instruct on the problems of `make real`.
 
 In: nothing. If the model or the problems are missing, examples/smollm2.py or
 examples/word_problems.py writes them. Out: results/real_model.json with one record per run, and
@@ -69,9 +69,7 @@ QUICK = {
 
 
 def options(args: argparse.Namespace) -> Config:
-    """Return the options of `make real`, with the base model and the number of steps of this
-    benchmark.
-    """
+    """Return the options in OPTIONS, with the base model and the steps of this benchmark."""
     cfg = commandline.parse(["--config", str(OPTIONS)])
     cfg = dataclasses.replace(cfg, model=str(args.base), device="cpu")
     if args.quick:
@@ -190,7 +188,7 @@ def main(argv: Sequence[str]) -> list[dict]:
         __doc__,
         common.ROOT / "runs/smollm2",
         seeds=(1, "runs of our side, with seeds 0, 1, …"),
-        steps=(0, "GRPO steps of our runs; 0: as many as `make real`"),
+        steps=(0, "GRPO steps of our runs; 0: as many as in OPTIONS"),
         trl_seeds=(1, "runs of TRL's side, with the first of these seeds"),
         trl_steps=(8, "GRPO steps of TRL's runs, at most as many as ours"),
     )

@@ -258,8 +258,8 @@ BENCHES = {
     ),
     "real_model": Bench(
         "How fast does a real language model learn word problems? Both trainers train"
-        " SmolLM2-135M-Instruct with the options of `make real`. The table shows accuracies as"
-        " mean ± standard deviation over the runs.",
+        " SmolLM2-135M-Instruct with the options in examples/word_problems.json. The table shows"
+        " accuracies as mean ± standard deviation over the runs.",
         (
             "side",
             "runs",
@@ -434,10 +434,10 @@ BENCHES = {
         [(size, "step") for size in ("3M", "38M", "135M")],
     ),
     "gpu": Bench(
-        "Do all stages of `make gpu` succeed? The stage `train` runs ten steps of `make real`. k3"
-        " estimates how far the policy of the sampling engine is from the policy of the trainer."
-        " The stages `kernels`, `step` and `decode` repeat the benchmarks kernel_speed, step_large"
-        " and rollout_large, whose own tables are above.",
+        "Do all stages of `make gpu` succeed? The stage `train` runs ten steps on the word"
+        " problems. k3 estimates how far the policy of the sampling engine is from the policy of"
+        " the trainer. The stages `kernels`, `step` and `decode` repeat the benchmarks"
+        " kernel_speed, step_large and rollout_large, whose own tables are above.",
         ("stage", "result", "seconds", "seconds per step", "tokens/s", "k3", "peak memory"),
         gpu,
         [(stage,) for stage in GPU_STAGES],
