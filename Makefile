@@ -16,9 +16,9 @@ demo: .venv/plot.done
 	$(BIN)/python -m nanogrpo plot runs/demo
 	@$(ACTIVATE)
 
-# The task and the options of the benchmarks are in examples/word_problems.json. RECIPE overrides some
-# of them: the learning rate falls to 0, so the accuracy does not decay. The best and the last
-# checkpoint are kept, each with 2 GB.
+# The task and the options of the benchmarks are in examples/word_problems.json. RECIPE overrides
+# some of them: the learning rate falls to 0, so that the accuracy does not decay. The best and the
+# last checkpoint are kept, each with 2 GB.
 RECIPE := --max-steps 28 --scale-rewards batch --lr-scheduler-type linear --warmup-steps 3 \
 	--token-budget 1024
 real: .venv/real.done runs/smollm2
