@@ -3,11 +3,12 @@
 # lint: check style and types.  test: run the tests.  test-vllm: run the tests against a real vLLM.
 # docs: write the documentation as a web site to build/docs, and check its links.
 # soak: run a tiny task with twenty random faults.  gpu: measure everything on an NVIDIA GPU.
+# gpu-here: the same with the Python and the packages of this machine, without a network.
 # Each target first installs what it needs.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo real speedrun docs test test-vllm soak gpu has-gpu lint clean
+.PHONY: demo real speedrun docs test test-vllm soak gpu gpu-here has-gpu lint clean
 
 # The options are in nanogrpo/extras/arithmetic/demo.py.
 demo: .venv/plot.done
@@ -65,10 +66,17 @@ soak: .venv/test.done
 test-vllm: .venv/test.done .venv-vllm/done
 	NANOGRPO_REQUIRE_VLLM=1 $(BIN)/python -m pytest -q -m vllm
 
-# All stages take less than an hour. `make gpu STAGES="kernels step"` runs some of them.
-gpu: | has-gpu .venv/gpu.done .venv-vllm-gpu/done runs/smollm2
+# All stages take about an hour. `make gpu STAGES="kernels step"` runs some of them. If vLLM cannot be
+# installed, or the model cannot be downloaded, the stages that do not need them still run.
+gpu: | has-gpu .venv/gpu.done
+	-$(MAKE) .venv-vllm-gpu/done
+	-$(MAKE) runs/smollm2
 	NANOGRPO_VLLM_PYTHON=$(CURDIR)/.venv-vllm-gpu/bin/python \
 		$(BIN)/python -m bench.gpu $(if $(STAGES),--stages $(STAGES))
+
+# The same with the packages of $(PYTHON): it installs nothing and needs no network.
+gpu-here: | has-gpu
+	$(PYTHON) -m bench.gpu --here $(if $(STAGES),--stages $(STAGES))
 
 has-gpu:
 	@nvidia-smi -L > /dev/null 2>&1 || \

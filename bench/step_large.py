@@ -29,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -120,7 +121,10 @@ def peak_flops(device: str | None) -> float | None:
 
 
 def write_model(shape: ModelConfig, folder: Path, device: str) -> None:
-    """Write random bfloat16 weights. The weights are created on the device, which is faster."""
+    """Write random bfloat16 weights. The weights are created on the device, which is faster. The
+    allocator reads its setting when it is first used, so it gets that of runs here.
+    """
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     tokenizer = warmup.write_tokenizer(folder)
     torch.manual_seed(0)
     with torch.device(device):
@@ -149,21 +153,27 @@ def attempt(
 
 def first_that_fits(
     name: str, folder: Path, cfg: Config, samples: list[Sample], repeats: int
-) -> tuple[common.Timing, dict] | None:
-    """Measure with the first setting that fits into memory. Return None if no setting fits."""
+) -> tuple[common.Timing, dict] | str:
+    """Measure with the first setting that fits into memory. Return the reason if no setting fits,
+    or if the side's package is not installed.
+    """
     for setting in SETTINGS[name][1]:
         # free the memory of earlier sides and attempts
         gc.collect()
         torch.cuda.empty_cache()  # does nothing without CUDA
-        with contextlib.suppress(torch.OutOfMemoryError):
+        try:
             return attempt(name, folder, cfg, samples, setting, repeats)
+        except torch.OutOfMemoryError:
+            pass
+        except ImportError as e:
+            return f"a package is missing: {e}"
         checkpointing, share = setting
         print(
             f"{name}: out of memory with gradient checkpointing {checkpointing}"
             f" and {share:g} of the token budget",
             flush=True,
         )
-    return None
+    return "out of memory with every setting"
 
 
 def measure(
@@ -187,9 +197,9 @@ def measure(
 
     def record(side: str) -> dict:
         result, trl = found[side], found.get("TRL")
-        if result is None:
-            why_not = "out of memory with every setting"
-            return common.record("step_time", label, side, argv, why_not=why_not)
+        trl = None if isinstance(trl, str) else trl
+        if isinstance(result, str):
+            return common.record("step_time", label, side, argv, why_not=result)
         timing, figures = result
         figures |= {
             "completion_tokens": trained,
@@ -207,7 +217,7 @@ def measure(
         write_model(shape, Path(where), cfg.device)
         for name in sides:
             found[name] = first_that_fits(name, Path(where), cfg, samples, repeats)
-            norms = {side: result[1]["gradient_norm"] for side, result in found.items() if result}
+            norms = {s: r[1]["gradient_norm"] for s, r in found.items() if not isinstance(r, str)}
             if norms:
                 check_norms(label, norms, tolerance)
             records = [record(side) for side in found]

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import datasets
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
@@ -237,6 +236,7 @@ class TrlAsync(Trl):
     """
 
     def __init__(self, folder: Path, cfg: Config):
+        import datasets
         from trl.experimental.async_grpo import async_grpo_trainer as theirs
         from trl.experimental.async_grpo import packing
 

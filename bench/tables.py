@@ -177,7 +177,7 @@ def gpu(records: list[dict]) -> Lines:
     return lines
 
 
-GPU_STAGES = ("environment", "tests", "kernels", "step", "decode", "train")
+GPU_STAGES = ("environment", "tests", "trace", "kernels", "step", "decode", "train")
 GPU_CASES = [
     (f"{size}, GPU, bfloat16, uneven", side) for size in common.LARGE for side in common.SIDES
 ]

@@ -66,3 +66,30 @@ def test_the_thread_that_writes_a_checkpoint_never_waits_for_the_gpu(rows_of, mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delattr(filesystem, "_OverlappingCpuLoader")
     assert len(rows_of("--max-steps 2 --save-steps 1")) == 2
+
+
+def test_the_account_of_a_trace_names_the_cause_of_each_gap():
+    """Times are in µs. Kernel b was launched in time, c after a wait, and d late."""
+
+    def event(cat, name, ts, dur, call):
+        return {"cat": cat, "name": name, "ts": ts, "dur": dur, "args": {"correlation": call}}
+
+    kernels = [("gemm", 100, 50), ("flash_bwd", 160, 40), ("add", 300, 10), ("adam", 410, 5)]
+    calls = [("launch", 90), ("launch", 95), ("launch", 295), ("launch", 405)]
+    events = [event("kernel", *kernel, i) for i, kernel in enumerate(kernels)]
+    events += [event("cuda_runtime", name, ts, 2, i) for i, (name, ts) in enumerate(calls)]
+    events.append(event("cuda_runtime", "cudaStreamSynchronize", 96, 105, 9))
+    for name, start in (("strip 1", 80), ("optimizer", 400)):
+        events.append({"cat": "user_annotation", "name": name, "ts": start, "dur": 1})
+    found = step_trace.account(events)
+    assert found.table == {
+        "strip 1": {
+            "matrix products": 0.05,
+            "idle: launch": 0.01,
+            "attention": 0.04,
+            "idle: wait": 0.1,
+            "element-wise": 0.01,
+        },
+        "optimizer": {"idle: host": 0.1, "optimizer": 0.005},
+    }
+    assert found.total == pytest.approx(0.315)

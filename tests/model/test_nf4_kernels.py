@@ -7,7 +7,6 @@ test_contracts.py.
 
 from pathlib import Path
 
-import bitsandbytes.functional as bnb
 import pytest
 import torch
 from triton.runtime import interpreter
@@ -18,6 +17,7 @@ from tests.conftest import CUDA, DEVICE
 from tests.kernels.inputs import as_exact_as_eager
 from tests.kernels.traffic import Traffic
 
+bnb = pytest.importorskip("bitsandbytes.functional")
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [
