@@ -36,9 +36,11 @@ OPTIONS = f"""
 """
 # recipe → its options, and those of plain GRPO next to it
 STEPS = f"--reward-funcs accuracy {ROOT}/examples/recipes/process.py:steps"
+SEVERAL = "--num-iterations 4"
 RECIPES = {
     "process": (STEPS, STEPS),
-    **{name: ("", "") for name in ("critic", "branch", "scale_rl", "curriculum", "rejection")},
+    **{name: ("", "") for name in ("critic", "branch", "scale_rl", "curriculum")},
+    "rejection": (f"{SEVERAL} --rejection worst", SEVERAL),
 }
 
 
