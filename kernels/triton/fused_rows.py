@@ -108,8 +108,7 @@ def policy_rows_(
     logits [N, V] with the gradient of the loss, like `policy_rows_` in reference/fused_rows.py.
     """
     count, vocab = logits.shape
-    out = torch.empty(4, count, dtype=torch.float32, device=logits.device)
-    logp, entropy, loss, kl = out
+    logp, entropy, loss, kl = (logits.new_empty(count, dtype=torch.float32) for _ in range(4))
     clip = torch.empty(count, dtype=torch.int8, device=logits.device)
     outputs = logp, entropy, loss, clip, None if inputs.ref_logp is None else kl
     vectors = targets.contiguous(), *inputs.map(Tensor.contiguous)

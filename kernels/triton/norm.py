@@ -50,7 +50,7 @@ def forward_kernel(X, RESIDUAL, WEIGHT, Y, SUM, RSTD, D, eps, BLOCK: tl.constexp
     tl.store(RSTD + row, rstd)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])  # T changes with each strip
 def backward_kernel(H, WEIGHT, RSTD, DY, DSUM, DX, PARTS, T, D, BLOCK: tl.constexpr):
     """Program p processes rows p, p + P, …; its partial dweight goes to row p of PARTS [P, D].
 

@@ -5,6 +5,10 @@ The operations are counted on the CPU (bench/step_trace.py). Read next:
 nanogrpo/extras/one_gpu.py, test_device.py.
 """
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -93,3 +97,9 @@ def test_the_account_of_a_trace_names_the_cause_of_each_gap():
         "optimizer": {"idle: host": 0.1, "optimizer": 0.005},
     }
     assert found.total == pytest.approx(0.315)
+
+
+def test_200_strips_need_at_most_two_variants_of_each_kernel():
+    program = Path(__file__).with_name("variants.py")
+    out = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert int(out.stdout or -1) in (1, 2), out.stderr

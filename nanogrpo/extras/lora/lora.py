@@ -81,7 +81,7 @@ class LoRALinear(nn.Module):
         if not self.enabled:
             return y
         A, B = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)  # FSDP has cast A and B
-        return y + self.scale * linear(linear(x, A), B)
+        return torch.addmm(y, linear(x, A), B.T, alpha=self.scale)
 
 
 def targets(cfg: Config) -> list[str]:
