@@ -21,7 +21,7 @@ from draw import FONT, GRID, HEALTHY, SICK, WIDTH, save
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-import train
+from nanogrpo.extras.api import loop
 from nanogrpo.logs.files import read_records
 
 HERE = Path(__file__).parent
@@ -58,7 +58,7 @@ def curve(name: str, recipe: str, options: str, seed: int) -> dict[int, float]:
             spec.loader.exec_module(module)
             status = module.main(module.Options, module.features, words)
         else:
-            status = train.main(words)
+            status = loop()["main"](words)
         if status:
             raise SystemExit(status)
     records = read_records(folder / "metrics.jsonl")
