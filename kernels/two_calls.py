@@ -14,7 +14,6 @@ Status.     Not run on a GPU yet.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,16 +34,16 @@ def merged(parts: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
     return sum(w * out for w, out in zip(weights, outs)).to(outs[0].dtype), lse
 
 
-def _bounds(at: Bounds) -> Sequence[Any]:
+def _bounds(at):
     return at.cu_q, at.cu_k, at.max_q, at.max_k, 0.0, at.causal  # without dropout
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, at: Bounds) -> Sequence[Any]:
+def flash_forward(q, k, v, at):
     """Return output, log-sum-exp, and two tensors that the backward pass needs."""
     return torch.ops.aten._flash_attention_forward(q, k, v, *_bounds(at), False)[:4]
 
 
-def flash_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, at: Bounds, *saved: Any) -> Any:
+def flash_backward(dy, q, k, v, at, *saved):
     """Return the gradients of q, k and v. `saved` is the result of `flash_forward`."""
     out, lse, *state = saved
     return torch.ops.aten._flash_attention_backward(dy, q, k, v, out, lse, *_bounds(at), *state)

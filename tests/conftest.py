@@ -16,7 +16,6 @@ network. Read next: model/test_decoder.py.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 import re
@@ -153,21 +152,6 @@ def positions_of(
 
 
 PROMPT, COMPLETIONS = 5, [4, 1, 7]  # lengths
-
-
-def shared_prompt() -> StripAttention:
-    """Pack one prompt, then its completions. Each sees the keys of the prompt and its own."""
-    cu_seqlens = torch.tensor([0, PROMPT, *COMPLETIONS]).cumsum(0)  # [N+1]
-    own = [torch.arange(a, b) for a, b in itertools.pairwise(cu_seqlens.tolist())]
-    rows = [own[0], *(torch.cat((own[0], mine)) for mine in own[1:])]
-    kv_cu_seqlens = torch.tensor([0, *map(len, rows)]).cumsum(0, dtype=torch.int32)
-    return StripAttention(
-        cu_seqlens.int(),
-        max(COMPLETIONS),
-        torch.cat(rows),
-        kv_cu_seqlens,
-        PROMPT + max(COMPLETIONS),
-    )
 
 
 def random_batch(

@@ -218,10 +218,20 @@ def _launch(number, strip, q, k, *rest):
     blocks = triton.cdiv(strip.max_len * (H // KV), ROWS)
     if kernel is keys_kernel:
         blocks = triton.cdiv(strip.max_len, KEYS)
-    prompts, reach = sharing(strip)
-    args = q, k, *rest, strip.cu_seqlens, prompts, reach
-    shape = dict(KV=KV, HEADS=H // KV, E=E, ROWS=ROWS, KEYS=KEYS)
-    kernel[len(reach), KV, blocks](*args, **shape, num_warps=8, num_stages=3)
+    kernel[len(strip.cu_seqlens) - 1, KV, blocks](
+        q,
+        k,
+        *rest,
+        strip.cu_seqlens,
+        *sharing(strip),
+        KV=KV,
+        HEADS=H // KV,
+        E=E,
+        ROWS=ROWS,
+        KEYS=KEYS,
+        num_warps=8,
+        num_stages=3,
+    )
 
 
 class _Attention(torch.autograd.Function):

@@ -22,7 +22,6 @@ from tests.conftest import (
     PROMPT,
     positions_of,
     random_tokens,
-    shared_prompt,
     tiny_model,
 )
 from tests.kernels.masks import draw, exact, part, products, strip_of
@@ -67,7 +66,9 @@ def test_completions_that_share_a_prompt_equal_those_that_repeat_it(name, layers
 
     ends = torch.tensor([0, PROMPT, *COMPLETIONS]).cumsum(0).tolist()
     rows = [torch.arange(a, b) for a, b in itertools.pairwise(ends[1:])]
-    shared, gradients = run(torch.cat((prompt, *completions)), positions, shared_prompt(), rows)
+    shared, gradients = run(
+        torch.cat((prompt, *completions)), positions, strip_of([[PROMPT, *COMPLETIONS]]), rows
+    )
 
     lengths = [PROMPT + n for n in COMPLETIONS]
     ends = torch.tensor(lengths).cumsum(0).tolist()

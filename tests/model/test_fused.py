@@ -28,10 +28,10 @@ from tests.conftest import (
     packed,
     positions_of,
     random_tokens,
-    shared_prompt,
     tiny_config,
     tiny_model,
 )
+from tests.kernels.masks import strip_of
 from tests.kernels.traffic import Traffic
 from tests.model.peers import CONFIGS
 
@@ -54,7 +54,7 @@ def gradients(model, choice: str) -> dict[str, torch.Tensor]:
     try:
         model.zero_grad()
         tokens = random_tokens(T, model.cfg.vocab_size)
-        out = model(tokens, POSITIONS, shared_prompt(), ROWS, logits)  # [M, V]
+        out = model(tokens, POSITIONS, strip_of([[PROMPT, *COMPLETIONS]]), ROWS, logits)  # [M, V]
         upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(8))
         out.backward(upstream.to(out.dtype))
     finally:
