@@ -20,7 +20,6 @@ import torch
 
 from nanogrpo.grpo.loss import clip_of, loss_inputs
 from nanogrpo.kernels.head import HeadPolicyLoss
-from nanogrpo.kernels.linear import product
 from nanogrpo.model.dispatch import functions_for
 from nanogrpo.model.head import PolicyOut, default_chunk
 
@@ -31,7 +30,7 @@ def distill_objective(batch, cfg, teachers, divergence):
     teachers: (decoder, factor [M]) of each teacher. divergence: (log-probs of the student [C, V],
     log-probs of the teacher [C, V]) → [C].
     """
-    values = torch.zeros_like(batch.weight)  # [M]
+    values, ops = torch.zeros_like(batch.weight), functions_for(batch.weight.device)  # [M]
 
     def op(hidden, lm_head):  # inside the student's forward pass
         with torch.no_grad():
@@ -46,22 +45,19 @@ def distill_objective(batch, cfg, teachers, divergence):
             z = logits.detach().requires_grad_()
             with torch.enable_grad():
                 p = log_softmax(z)
-                total = sum(
-                    f[rows] * divergence(p, log_softmax(product(h[rows], w))) for h, w, f in heads
-                )
+                each = ((f[rows], ops.product(h[rows], w)) for h, w, f in heads)
+                total = sum(f * divergence(p, log_softmax(theirs)) for f, theirs in each)
             (dlogits,) = torch.autograd.grad(total, z, inputs.weight)
             values[rows] = total.detach()
-            ops = functions_for(z.device)
             logp, entropy, l, *more = ops.policy_rows_(logits, batch.targets[rows], T, inputs, clip)
             logits += dlogits
             return logp, entropy, l + values[rows], *more
 
-        rows, ops = torch.arange(len(hidden)), SimpleNamespace(policy_rows_=policy_rows_)
+        own = SimpleNamespace(product=ops.product, policy_rows_=policy_rows_)
         chunk = default_chunk(10 * len(lm_head), values.dtype, hidden.device)
-        how = loss_inputs(batch), clip_of(cfg), cfg.temperature, chunk, ops
-        loss, logp, entropy, clip, kl = HeadPolicyLoss.apply(
-            hidden, lm_head, rows.to(batch.targets), *how
-        )
+        how = loss_inputs(batch), clip_of(cfg), cfg.temperature, chunk, own
+        rows = torch.arange(len(hidden)).to(batch.targets)  # [M]
+        loss, logp, entropy, clip, kl = HeadPolicyLoss.apply(hidden, lm_head, rows, *how)
         return PolicyOut(loss, logp, entropy, kl, {"clip": clip, "distill/divergence": values})
 
     return op
