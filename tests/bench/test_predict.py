@@ -90,6 +90,18 @@ def run(capsys, *argv: str) -> str:
     return capsys.readouterr().out
 
 
+def test_the_plan_of_64_machines_uses_servers_and_torchrun(capsys):
+    options = "--profile full --generation-batch-size 8192 --engine vllm --max-staleness 1"
+    out = run(capsys, "32B", "--gpu", "B200", "--gpus", "512", *options.split())
+    (serve,) = [line for line in out.splitlines() if "serve.py" in line]
+    assert serve.startswith(
+        "for i in {0..7}; do CUDA_VISIBLE_DEVICES=$((0 + 1 * i)) python serve.py"
+    )
+    (train,) = [line for line in out.splitlines() if "train.py" in line]
+    assert train.startswith("torchrun --nproc-per-node 8 --nnodes ")
+    assert re.search(r"--server http://HOST\{1\.\.\d+\}:\{8000\.\.8007\}$", train)
+
+
 def test_every_layout_uses_the_gpus_it_was_given_and_fits():
     cfg = Config(data=("DATA",), generation_batch_size=128)
     args = plan.checked(plan.arguments().parse_args(["8B", "--gpus", "8", "--gpu", "H200"]), cfg)

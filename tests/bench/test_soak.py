@@ -83,3 +83,18 @@ def test_each_broken_promise_is_noticed(finished, broken, message):
     broken(run, rows)
     with pytest.raises(AssertionError, match=message):
         soak.check(run, rows, weights)
+
+
+def test_a_killed_reward_process_may_lose_the_rewards_of_one_step(finished):
+    run, rows, weights = finished
+    lost = [*rows[:-1], {**rows[-1], "reward": 0.0, "rewards/failures": 4}]
+    write(run, lost)
+    soak.check(run, rows, "other weights", lossy=True)
+    with pytest.raises(AssertionError, match="other values"):
+        soak.check(run, rows, weights)
+    write(run, [{**rows[0], "reward": 0.0}, *lost[1:]])  # before the loss
+    with pytest.raises(AssertionError, match="other values of reward"):
+        soak.check(run, rows, weights, lossy=True)
+    write(run, rows)
+    with pytest.raises(AssertionError, match="weights differ"):
+        soak.check(run, rows, "other weights", lossy=True)

@@ -124,3 +124,9 @@ def test_only_the_last_number_counts(text, answer, reward):
     assert last_number([[{"role": "assistant", "content": text}]], [answer], kind=["add"]) == [
         reward
     ]
+
+
+def test_copying_any_number_of_the_problem_earns_nothing():
+    for record in SPLITS["train"]:
+        for number in numbers_in(text_of(record)):
+            assert last_number([str(number)], [record["answer"]]) == [0]

@@ -157,6 +157,11 @@ def fills(**changes):
     return function
 
 
+def test_a_function_may_set_the_tokens_itself(tokenizer):
+    samples = engine_of(tokenizer, fills()).sample(PROMPTS, 2, PARAMS, step=0)
+    assert all(s.token_ids == [1, 2] for s in samples)
+
+
 def fails(samples, turns):
     raise KeyError("tool")
 

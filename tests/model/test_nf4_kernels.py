@@ -131,6 +131,18 @@ def test_edge_cases_equal_bitsandbytes(name, functions):
     check(functions, EDGES[name])
 
 
+@BOTH
+def test_subnormal_weights_equal_bitsandbytes(functions):
+    """Below 1e-38 the divisor is clamped. bitsandbytes flushes subnormal bfloat16 to zero where the
+    CPU has an instruction for it (AVX512-BF16), so bfloat16 is not compared.
+    """
+    w = torch.cat([draw(64 * 20) * 10.0**-n for n in range(34, 43)])
+    check(functions, w, [torch.float32, torch.float16])
+    smallest = torch.zeros(128)
+    smallest[[3, 70]] = 2.0**-149
+    check(functions, smallest, [torch.float32])
+
+
 def neighbors(x, count):
     """Return x [n] (no zeros) with the `count` floats on either side of each: [n, 2·count + 1]."""
     steps = torch.arange(-count, count + 1, dtype=torch.int32)
@@ -148,6 +160,20 @@ def test_ties_between_two_codes_equal_bitsandbytes(absmax, functions):
     packed, _ = functions.nf4_quantize(exact.to(DEVICE))
     codes = torch.stack([packed >> 4, packed & 15], 1).flatten()
     assert codes[:15].tolist() == [*range(15)]
+
+
+def test_ties_in_the_second_level_equal_bitsandbytes():
+    """Around each edge between two of the 2¹⁶ points to which bitsandbytes rounds first."""
+    edges = ((2 * torch.arange(65_535) + 1).double() / 65_535 - 1).float()
+    x = neighbors(edges[edges != 0], 2).flatten()
+    x = torch.nn.functional.pad(x, (0, -len(x) % 255)).view(-1, 255)
+    ends = torch.tensor([1.0, -1.0]).repeat(len(x))[: len(x), None]
+    absmax = torch.cat([ends, x], 1).flatten()
+    codes, nested_absmax, offset = nf4_reference.quantize_absmax(absmax)
+    assert offset.abs() < 1e-5
+    expected, state = bnb.quantize_blockwise(absmax - offset, blocksize=256)
+    assert torch.equal(codes, expected)
+    assert torch.equal(nested_absmax, state.absmax)
 
 
 @BOTH

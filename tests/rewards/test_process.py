@@ -5,8 +5,10 @@ that the trainer would start. Read next: test_shutdown.py.
 """
 
 import os
+import pickle
 import re
 import sys
+import time
 import types
 
 import pytest
@@ -65,6 +67,28 @@ def test_all_calls_of_async_functions_use_one_loop(tmp_path, timeout):
     for _ in range(3):
         own.score(samples := groups())
         assert [list(s.rewards.values()) for s in samples] == [[1.0, 0.0, 1.0]] * 10
+
+
+def test_a_call_costs_little(monkeypatch):
+    """It sends one message, no larger than its content, and neither starts a process nor waits.
+
+    The bound is on processor time, which other processes on a busy machine do not affect.
+    """
+    own, samples = runner(*named("length"), timeout=60), groups(32)
+    process = own.process.process
+    for sample in samples:
+        sample.token_ids, sample.text = list(range(500)), "word " * 500
+    sent, dumps, times = [], pickle.dumps, []
+    monkeypatch.setattr(pickle, "dumps", lambda message: sent.append(dumps(message)) or sent[-1])
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it sleeps"))
+    for _ in range(9):
+        begun = time.process_time()
+        own.score(samples)
+        times.append(time.process_time() - begun)
+    assert len(sent) == 9
+    assert max(map(len, sent)) < 64 * (2500 + 3 * 500 + 100)
+    assert own.process.process.pid == process.pid
+    assert min(times) < 0.05  # a few milliseconds
 
 
 # --- lost calls ---

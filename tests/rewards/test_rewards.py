@@ -3,7 +3,9 @@
 Here every function runs in this process. In test_process.py they run in one that can be killed.
 """
 
+import asyncio
 import functools
+import sys
 from decimal import Decimal
 from fractions import Fraction
 
@@ -187,6 +189,16 @@ def test_sys_exit_in_a_file_is_an_error(tmp_path):
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit()\n")
     with pytest.raises(UserError, match=r"importing '\S+leaves\.py' raised SystemExit: "):
         load_function(f"{tmp_path / 'leaves.py'}:f")
+
+
+def test_an_async_function_may_start_a_program():
+    async def runs(completions, **kwargs):
+        program = await asyncio.create_subprocess_exec(sys.executable, "-c", "raise SystemExit(3)")
+        return [float(await program.wait())] * len(completions)
+
+    samples = make_samples()
+    score(samples, [runs])
+    assert [sample.reward for sample in samples] == [3.0, 3.0]
 
 
 # --- functions by name ---

@@ -53,6 +53,17 @@ def test_rows_are_the_same_at_every_call_and_on_every_machine():
             assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest
 
 
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_running_totals_have_two_digits_and_answers_are_right(split):
+    lengths = set()
+    for row in tasks.records(split):
+        running = totals(row["prompt"][0]["content"].removesuffix("="))
+        assert all(0 <= total <= 99 for total in running)
+        assert row["answer"] == str(running[-1])
+        lengths.add(len(running))
+    assert lengths == {2, 3, 4}
+
+
 def test_solutions_are_right_and_the_rewards_agree():
     rng = random.Random(0)
     texts = tasks.problems("train", 400, seed=7)
@@ -143,3 +154,14 @@ def test_other_files_are_never_overwritten(tmp_path, capsys, change, linked):
     assert len(lines) == 1
     assert re.match(rf"error: {folder}.* holds other files.*: choose another folder\.", lines[0])
     assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_a_file_in_the_way_is_reported_in_one_sentence(tmp_path, capsys):
+    (tmp_path / "base").write_text("mine")
+    for folder in (tmp_path / "base", tmp_path / "base" / "deeper"):
+        assert commands.main(["warmup", str(folder)]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert [line for line in lines if "warm-up" not in line or "error" in line] == lines[-1:]
+        assert lines[-1].startswith("error: ")
+        assert "choose another folder" in lines[-1]
+    assert (tmp_path / "base").read_text() == "mine"

@@ -22,7 +22,7 @@ def fake() -> Iterator[FakeVLLM]:
 
 @pytest.fixture(scope="session")
 def tied(tmp_path_factory) -> Iterator[Real]:
-    """A real server that outlives all tests."""
+    """A real server that outlives all tests but the last, which suspends it for good."""
     folder = tmp_path_factory.mktemp("tied") / "base"
     yield from serve(write_base(folder, tie_word_embeddings=True, **SIZES))
 

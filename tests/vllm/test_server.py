@@ -86,6 +86,21 @@ def test_when_one_of_two_servers_dies_the_other_does_the_work(fake, other):
     assert [s.versions[0] for s in engine.sample(PROMPTS[:2], 1, PARAMS, step=1)] == [1, 1]
 
 
+def test_all_servers_get_the_weights_at_the_same_time(fake, other):
+    together = threading.Barrier(2, timeout=60)
+
+    def wait(method, path, body):
+        if path == "/update_weights":
+            together.wait()
+
+    fake.disturb = other.disturb = wait
+    engine = engine_of(fake, other)
+    assert [s.alive for s in engine.servers] == [True, True]
+    for one in (fake, other):
+        assert one.label == engine.sync.label(0)
+        assert all(torch.equal(one.weights[n], p) for n, p in MODEL.named_parameters())
+
+
 @pytest.mark.parametrize("status", [401, 500])
 @pytest.mark.parametrize("where", ["", "/init_weight_transfer_engine", "/update_weights"])
 def test_a_server_that_gets_no_weights_is_named_once_and_used_when_it_does(

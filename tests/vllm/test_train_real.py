@@ -185,3 +185,21 @@ def test_tool_calls_with_answers_in_between(base, files, tmp_path, server):
     for name in ("tools/call_frequency", "tools/failure_frequency", "completions/mean_length"):
         assert [r[name] for r in one] == [r[name] for r in two]
     assert [r["reward"] for r in one] == pytest.approx([r["reward"] for r in two], abs=1e-6)
+
+
+def test_a_server_that_hangs_for_good_stops_the_run_with_its_checkpoint(
+    base, files, tmp_path, server, tied
+):
+    """The last test with this server. The run notices within the timeout, and a signal ends its
+    wait for the server.
+    """
+    options = [*server, "--max-steps", "1000", "--server-timeout", "10"]
+    training = start(arguments(base, files, tmp_path, *options))
+    wait_for_step(training, tmp_path, 1)
+    os.killpg(tied.process.process.pid, signal.SIGSTOP)
+    training.terminate()
+    output, _ = training.communicate(timeout=120)
+    assert training.returncode == 2, output[-3000:]
+    assert "continue with --resume" in output.strip().splitlines()[-1]
+    assert (tmp_path / f"checkpoint-{len(steps(tmp_path))}").exists()
+    tied.process.kill()
