@@ -103,7 +103,7 @@ def operations(c: ModelConfig) -> cost.Layer:
         x = torch.empty(tokens, c.hidden_size, requires_grad=True)
         angles = torch.empty(tokens, 1, c.head_dim)
     with forward:
-        out = block(x, angles, angles, lambda layer, q, k, v: Attention.apply(q, k, v))
+        out = block(x, angles, angles, lambda layer, q, k, v, window: Attention.apply(q, k, v))
     with back:
         out.backward(torch.empty_like(out))
     launches = [t.elementwise.launches + t.products.launches for t in (forward, back)]
@@ -201,7 +201,9 @@ def launch(c: ModelConfig, operations: int) -> float:
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "head_dim"), 32)
     tiny = dataclasses.replace(c, **sizes, num_attention_heads=2, num_key_value_heads=1)
     block, x, angles = Block(tiny, 0), rand(1, 32), rand(1, 1, 32)
-    return seconds(lambda: block(x, angles, angles, lambda layer, q, k, v: q), 50) / operations
+    return (
+        seconds(lambda: block(x, angles, angles, lambda layer, q, k, v, window: q), 50) / operations
+    )
 
 
 def measured(c: ModelConfig, samples: list[Sample]) -> cost.Device:

@@ -31,7 +31,7 @@ def test_the_flop_of_training_are_those_that_torch_counts():
     tokens = torch.randint(256, (48,))
     causal = cost.Work([0], [48])
 
-    def attend(layer, q, k, v):
+    def attend(layer, q, k, v, window):
         q, k, v = (
             x.transpose(0, 1)[None]
             for x in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))

@@ -144,7 +144,7 @@ def block_traffic(kernels: str, cfg: ModelConfig = QWEN3, T: int = TOKENS) -> li
     forward, backward = Traffic(), Traffic()
     with mock.patch.object(dispatch, "choice", kernels):
         with forward.counting():
-            out = block(x, residual, cos, sin, lambda layer, *qkv: Attention.apply(*qkv))
+            out = block(x, residual, cos, sin, lambda layer, *qkv: Attention.apply(*qkv[:3]))
         dout = [torch.empty_like(y) for y in out]
         with backward.counting():
             torch.autograd.grad(out, [x, residual, *block.parameters()], dout)

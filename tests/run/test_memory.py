@@ -132,7 +132,13 @@ def test_a_block_on_a_gpu_keeps_as_much_as_estimated(kernels, model_type, monkey
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), Traffic().counting():
-        block(x, torch.empty_like(x), cos, sin, lambda layer, q, k, v: Attention.apply(q, k, v))
+        block(
+            x,
+            torch.empty_like(x),
+            cos,
+            sin,
+            lambda layer, q, k, v, window: Attention.apply(q, k, v),
+        )
     shared = {t.untyped_storage()._cdata for t in (*block.parameters(), cos)}
     found = sum(storage.nbytes() for key, storage in kept.items() if key not in shared)
     estimate, _ = memory.activation_bytes(c, 2, "none", fused=kernels == "triton")
