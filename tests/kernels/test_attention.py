@@ -9,7 +9,6 @@ import itertools
 import pytest
 import torch
 
-from nanogrpo.kernels import sharing
 from nanogrpo.model.gpu_attention import sdpa
 from tests.conftest import CUDA, DEVICE
 from tests.kernels import aot
@@ -57,18 +56,9 @@ def test_tiles_of_real_size(first, dtype):
         assert error <= 2 * usual + 2.0**-22 * want.abs().max()
 
 
-def test_a_key_is_visible_to_adjacent_rows():
-    prompts, reach = sharing.sharing(strip_of([[3, 1, 2], [2]]))
-    assert (prompts.tolist(), reach.tolist()) == ([[0, 0], [0, 3], [0, 3], [0, 0]], [6, 4, 6, 8])
-    prompts, reach = sharing.sharing(strip_of([[2], [4, 0], [1, 0, 3, 0]]))
-    assert reach.tolist() == [2, 6, 6, 10, 7, 10, 10]
-
-
 def test_the_products_of_attention_use_tensor_cores_and_fit_every_gpu():
     for name, arch in itertools.product(aot.ATTENTION, aot.ARCHS):
         facts = reports()[name if arch in (90, 100) else f"{name}, narrow", arch]
         assert facts["products"] > 0, facts
         assert facts["atomics"] == 0, facts
         assert facts["shared"] <= SHARED[arch], facts
-    limits = zip(aot.ATTENTION, (13, 10, 18))
-    assert all(reports()[name, 90]["loops"][0]["per_element"] <= limit for name, limit in limits)
