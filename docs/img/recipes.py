@@ -3,14 +3,17 @@
     python docs/img/recipes.py [NAME …]        # by default all; about five minutes for each
 
 In: nothing. Out: a folder in runs/recipes for each run, and a picture recipe_NAME.svg for each
-recipe of RECIPES. A run whose folder exists is not repeated. All runs use the model of the debug
-profile and the task `arithmetic`, with five seeds. Read next: ../recipes.md.
+recipe of RECIPES. A run whose folder exists is not repeated. All runs use the task `arithmetic` and
+five seeds. Some start from the model of the debug profile, and some from one that can do more
+(`make_models`). Read next: ../recipes.md.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import random
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -22,7 +25,10 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from nanogrpo.extras.api import loop
+from nanogrpo.extras.arithmetic import task, warmup
 from nanogrpo.logs.files import read_records
+from nanogrpo.model import checkpoint
+from nanogrpo.types import Prompt, Sample
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -37,21 +43,74 @@ OPTIONS = f"""
 # recipe → its options, and those of plain GRPO next to it
 STEPS = f"--reward-funcs accuracy {ROOT}/examples/recipes/process.py:steps"
 SEVERAL = "--num-iterations 4"
+ABLE = f"""
+    --model {FOLDER}/able --reward-funcs accuracy --learning-rate 5e-5 --max-steps 16 --eval-steps 4
+    --eval-samples 64
+"""
 RECIPES = {
     "process": (STEPS, STEPS),
     **{name: ("", "") for name in ("critic", "branch", "scale_rl", "curriculum")},
     "rejection": (f"{SEVERAL} --rejection worst", SEVERAL),
+    "distill": (f"{ABLE} --teacher {FOLDER}/teacher", ABLE),
+    "distill_full": (f"{ABLE} --teacher {FOLDER}/teacher --jsd-beta 1", ABLE),
+    "self_distill": (f"{ABLE} --hint-column answer", ABLE),
+    "self_play": (f"{ABLE} --data {FOLDER}/asks.jsonl --eval-data arithmetic", ABLE),
 }
+
+
+def make_models() -> None:
+    """Write a model that answers as that of `nanogrpo warmup`, solves a sum if it gets a hint, and
+    writes sums if it is asked for one. Write a teacher that always works out a sum.
+    """
+    rng = random.Random(1)
+
+    def sample(i: int, content: str, text: str) -> Sample:
+        prompt = Prompt(i, "", tokenizer.encode_prompt([{"role": "user", "content": content}]))
+        ids = tokenizer.encode(text + "<|end|>")
+        return Sample(prompt, 0, ids, [0.0] * len(ids), True, [], advantage=1.0)
+
+    def sums() -> list[str]:
+        return task.problems("train", 64, seed=rng.getrandbits(32))
+
+    def mixed(step: int) -> list[Sample]:
+        out = []
+        for i, text in enumerate(sums()):
+            if i % 4 < 2:
+                out.append(sample(i, f"{text}=", warmup.solution(text, rng, lazy=True)))
+            elif i % 4 == 2:
+                hint = f"{text}=\n\nHint: {task.value(text)}"
+                out.append(sample(i, hint, warmup.solution(text, rng, lazy=False)))
+            else:
+                out.append(sample(i, "?", f"{text}="))
+        return out
+
+    def good(step: int) -> list[Sample]:
+        answers = ((text, warmup.solution(text, rng, lazy=False)) for text in sums())
+        return [sample(i, f"{text}=", answer) for i, (text, answer) in enumerate(answers)]
+
+    warmup.make_base(FOLDER / "warm-up", steps=400)
+    tokenizer = warmup.Tokenizer(FOLDER / "warm-up")
+    able, teacher = checkpoint.load_model(FOLDER / "warm-up"), warmup.new_model(tokenizer)
+    warmup.imitate(able, mixed, 150)
+    warmup.imitate(teacher, good, 500)
+    ask = {"prompt": [{"role": "user", "content": "?"}], "answer": "0"}
+    (FOLDER / "asks.jsonl").write_text((json.dumps(ask) + "\n") * 64)
+    for name, model in (("teacher", teacher), ("able", able)):
+        with checkpoint.atomic_folder(FOLDER / name) as folder:
+            checkpoint.export(model, folder, warmup.write_tokenizer(folder))
 
 
 def curve(name: str, recipe: str, options: str, seed: int) -> dict[int, float]:
     """Train unless the run exists. Return the held-out accuracy after each number of steps."""
-    folder = FOLDER / f"{name if options else 'default'}-{recipe or 'grpo'}-{seed}"
+    start = "able" if "/able" in options else name if options else "default"
+    folder = FOLDER / f"{start}-{recipe or 'grpo'}-{seed}"
     if not folder.exists():
+        if start == "able" and not (FOLDER / start).exists():
+            make_models()
         argv = [*OPTIONS.split(), *options.split(), "--seed", str(seed), "--output-dir", folder]
         words = list(map(str, argv))
         if recipe:
-            path = ROOT / f"examples/recipes/{recipe}.py"
+            path = ROOT / f"examples/recipes/{recipe.removesuffix('_full')}.py"
             spec = importlib.util.spec_from_file_location(recipe, path)
             module = importlib.util.module_from_spec(spec)
             sys.modules[recipe] = module
