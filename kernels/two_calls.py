@@ -1,7 +1,8 @@
 """Attend to a shared prompt in a second call of FlashAttention, so that no key is copied.
 
-In: queries [T, H, E], keys and values [T, K, E], and the bounds of each call: first each sequence
-attends to its own rows, and then all completions of a prompt attend to the prompt, as one sequence.
+In: queries [T, H, E], keys and values [T, K, E], and the sequences (`Strip`). In the first call,
+each sequence attends to its own rows. In the second, all completions of a prompt attend to the
+prompt, as one sequence.
 Out: the attention output [T, H, E]. Read next: triton/attention.py, which needs only one call.
 
 Equation.   Over the keys of part p: lse_p = log Σ_j exp(q·k_j / √E) and out_p = Σ_j exp(q·k_j / √E
@@ -12,6 +13,7 @@ Backward.   The probability of a key is exp(q·k_j / √E - lse), in whichever p
 Status.     Not run on a GPU yet.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -19,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .reference.attention import Bounds
+from .reference.attention import Bounds, Strip
+from .sharing import sharing
 
 
 def merged(parts: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
@@ -70,6 +73,32 @@ class _Calls(torch.autograd.Function):
         return *map(sum, zip(*grads)), None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, calls: Sequence[Bounds]) -> Tensor:
-    """Call torch's FlashAttention once for each part of the keys, and merge the results."""
-    return _Calls.apply(q, k, v, calls)
+@functools.lru_cache(maxsize=1)  # for all layers
+def calls_of(strip: Strip) -> list[Bounds]:
+    """Return the bounds of two calls that need no copies of keys, or of one if nothing is shared.
+
+    In the first call, each sequence attends to its own rows. In the second call, all completions of
+    a prompt are one sequence, which attends to the rows of the prompt. All other rows are in
+    sequences without queries or without keys. This function waits for the device.
+    """
+    own = Bounds(strip.cu_seqlens, strip.max_len, strip.cu_seqlens, strip.max_len, strip.causal)
+    if strip.kv_rows is None:
+        return [own]
+    ends, reach = strip.cu_seqlens.tolist(), sharing(strip)[1].tolist()
+    queries, keys, longest = [0], [0], 0
+    for first, end, last in zip(ends, ends[1:], reach):
+        if end < last:  # a prompt, with completions in the rows end … last
+            queries += [end, end, last]
+            keys += [keys[-1], first, end]
+            longest = max(longest, last - end)
+    queries += 2 * ends[-1:]
+    keys += [keys[-1], ends[-1]]
+    cu_q, cu_k = (strip.cu_seqlens.new_tensor(x) for x in (queries, keys))
+    return [own, Bounds(cu_q, longest, cu_k, strip.max_len, causal=False)]
+
+
+def two_calls(q: Tensor, k: Tensor, v: Tensor, strip: Strip) -> Tensor:
+    """Call torch's FlashAttention for the own rows of each sequence, and again for the shared
+    prompts (CUDA, half precision), and merge the results.
+    """
+    return _Calls.apply(q, k, v, calls_of(strip))

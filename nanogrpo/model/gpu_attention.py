@@ -16,8 +16,7 @@ from torch import Tensor
 
 from nanogrpo.errors import UserError
 from nanogrpo.kernels.reference.attention import Bounds, Strip, attention
-from nanogrpo.kernels.sharing import sharing
-from nanogrpo.kernels.two_calls import attend, merged
+from nanogrpo.kernels.two_calls import calls_of, merged, two_calls
 
 Backend = Callable[[Tensor, Tensor, Tensor, Strip], Tensor]
 
@@ -78,37 +77,6 @@ def flash4(q: Tensor, k: Tensor, v: Tensor, strip: Strip) -> Tensor:
 
     parts = [call(at) for at in calls_of(strip)]
     return merged(parts)[0] if len(parts) > 1 else parts[0][0]
-
-
-@functools.lru_cache(maxsize=1)  # for all layers
-def calls_of(strip: Strip) -> list[Bounds]:
-    """Return the bounds of two calls that need no copies of keys, or of one if nothing is shared.
-
-    In the first call, each sequence attends to its own rows. In the second call, all completions of
-    a prompt are one sequence, which attends to the rows of the prompt. All other rows are in
-    sequences without queries or without keys. This function waits for the device.
-    """
-    own = Bounds(strip.cu_seqlens, strip.max_len, strip.cu_seqlens, strip.max_len, strip.causal)
-    if strip.kv_rows is None:
-        return [own]
-    ends, reach = strip.cu_seqlens.tolist(), sharing(strip)[1].tolist()
-    queries, keys, longest = [0], [0], 0
-    for first, end, last in zip(ends, ends[1:], reach):
-        if end < last:  # a prompt, with completions in the rows end … last
-            queries += [end, end, last]
-            keys += [keys[-1], first, end]
-            longest = max(longest, last - end)
-    queries += 2 * ends[-1:]
-    keys += [keys[-1], ends[-1]]
-    cu_q, cu_k = (strip.cu_seqlens.new_tensor(x) for x in (queries, keys))
-    return [own, Bounds(cu_q, longest, cu_k, strip.max_len, causal=False)]
-
-
-def two_calls(q: Tensor, k: Tensor, v: Tensor, strip: Strip) -> Tensor:
-    """Call torch's FlashAttention for the own rows of each sequence, and again for the shared
-    prompts (CUDA, half precision). This has not run on a GPU yet.
-    """
-    return attend(q, k, v, calls_of(strip))
 
 
 def triton(q: Tensor, k: Tensor, v: Tensor, strip: Strip) -> Tensor:

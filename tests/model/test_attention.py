@@ -11,12 +11,13 @@ import types
 import pytest
 import torch
 from nanogrpo.kernels.reference.attention import Bounds
+from nanogrpo.kernels.two_calls import calls_of, two_calls
 
 from nanogrpo.errors import UserError
 from nanogrpo.extras.window import FULL, SLIDING, Windows
 from nanogrpo.kernels import two_calls as merging
 from nanogrpo.model import gpu_attention
-from nanogrpo.model.gpu_attention import calls_of, flash4, sdpa, triton, two_calls, varlen
+from nanogrpo.model.gpu_attention import flash4, sdpa, triton, varlen
 from tests.conftest import (
     COMPLETIONS,
     PROMPT,
