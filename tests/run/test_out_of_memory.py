@@ -60,7 +60,7 @@ def test_a_full_gpu_ends_the_run_with_one_sentence_and_keeps_the_checkpoints(
         assert re.fullmatch(
             r"error: the GPU ran out of memory \(2.00 GiB needed, 1.10 GiB free\): continue with"
             r" --resume and --max-concurrent \d+ --cache-tokens \d+ --gradient-checkpointing none"
-            r" --token-budget 8192 --reduce-gradients step --reshard-after-forward never\.",
+            r" --token-budget 32768 --reduce-gradients step --reshard-after-forward never\.",
             error[-1],
         )
         assert not any("Traceback" in line for line in error)
