@@ -12,7 +12,7 @@
 
 In: the options and features of the recipe, and argv. Out: the exit status. The file runs in place
 of train.py, from any folder: `python recipe.py --model M …`, also with torchrun. Its options are
-part of `--config`, `--help-all` and the check of `--resume`. `--help` shows only the recipe's own.
+part of `--config`, `--help-all` and the check of `--resume`. `--help` shows only these options.
 The options need `from __future__ import annotations`, as in every recipe of examples/recipes/. Read
 next: attach.py, docs/recipes.md.
 """
