@@ -42,7 +42,7 @@ def product(a: Tensor, b: Tensor, buffer: Tensor | None = None) -> Tensor:
     """
     tiles = F.pad(a, (0, 0, 0, -len(a) % ROWS)).split(ROWS)  # [ROWS, K] each
     out = [linear.product(tile, b) for tile in tiles]
-    return torch.cat(out)[: len(a)] if out else a.new_empty(0, len(b))
+    return torch.cat(out)[: len(a)]
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
