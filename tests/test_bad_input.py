@@ -154,6 +154,10 @@ MODELS = {
         set_fields(use_sliding_window=True, sliding_window=8, layer_types=["chunked_attention"]),
         "layer_types 'chunked_attention' is not supported; it must be .* or \"sliding_attention\"",
     ),
+    "a kind for too many layers": (
+        set_fields(use_sliding_window=True, sliding_window=8, layer_types=["full_attention"] * 9),
+        "the length of layer_types 9 is not supported; it must be 2",
+    ),
     "windows that are off": (
         set_fields(layer_types=["full_attention", "sliding_attention"]),
         "layer_types 'sliding_attention' is not supported; it must be \"full_attention\"",

@@ -59,6 +59,7 @@ def read(raw: dict, where: str) -> dict:
     types = raw.get("layer_types") or default
     for each in types:
         check(where, "layer_types", each, [FULL, SLIDING])
+    check(where, "the length of layer_types", len(types), [raw["num_hidden_layers"]])
     layers = Windows(window, tuple(types))
     return {**raw, "use_sliding_window": None, "layer_types": None, "layers": layers}
 
