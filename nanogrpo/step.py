@@ -71,7 +71,7 @@ def assign_advantages(run: Run, samples: list[Sample]) -> Generation:
         sample.advantage = advantage
     given = first(feature.token_advantages(run, samples) for feature in features)
     if given is not None:
-        for sample, each in zip(samples, given):
+        for sample, each in zip(samples, given, strict=True):
             sample.token_advantages, sample.advantage = each, max(each, key=abs)
         advantages = world.concat([sample.advantage for sample in samples])
     every = any(feature.all_gradients for feature in features)
