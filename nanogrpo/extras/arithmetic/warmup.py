@@ -118,7 +118,7 @@ def new_model(tokenizer: Tokenizer) -> Decoder:
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=32,
-            max_position_embeddings=256,
+            max_position_embeddings=1024,
             rope_theta=10_000.0,
             tie_word_embeddings=True,
         )
