@@ -6,6 +6,7 @@ explains how to make it): .venv-vllm next to .venv, or the one that NANOGRPO_VLL
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import threading
@@ -122,11 +123,15 @@ def gap(model: Decoder, samples: Sequence[Sample], temperature: float) -> float:
 
 
 def check_syncs(
-    engine: VLLMEngine, model: Decoder, prompts: Sequence[Prompt], first: torch.nn.Module
+    engine: VLLMEngine,
+    model: Decoder,
+    prompts: Sequence[Prompt],
+    first: torch.nn.Module,
+    bound: float = math.inf,
 ) -> None:
     """Check that the log-probs agree after every sync, and that the weights have moved before the
     next. first: the part of the model whose weights move before the second sync. The completions of
-    the first prompt must depend on it.
+    the first prompt must depend on it. bound: the largest difference of log-probs.
     """
     for version in range(3):
         engine.load(model, version)
@@ -135,7 +140,7 @@ def check_syncs(
             assert len(samples) == 4 * len(prompts)
             assert {v for s in samples for v in s.versions} == {version}
             # the rounding of the logits is divided by the temperature, as they are
-            assert gap(model, samples, temperature) <= 1e-5 / (temperature or 1.0)
+            assert gap(model, samples, temperature) <= min(bound, 1e-5 / (temperature or 1.0))
             again = engine.sample(prompts[::-1], 4, params(temperature), step=version)
             # seeds, not neighbours, decide
             assert [s.token_ids for s in again[-4:]] == [s.token_ids for s in samples[:4]]
