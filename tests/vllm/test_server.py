@@ -101,6 +101,12 @@ def test_all_servers_get_the_weights_at_the_same_time(fake, other):
         assert all(torch.equal(one.weights[n], p) for n, p in MODEL.named_parameters())
 
 
+def wait_for_a_heartbeat(fake):
+    """Wait until a heartbeat that begins now is answered: then the next one arrives."""
+    before = len(fake.requests)
+    wait_until(lambda: [r[1] for r in fake.requests[before:]].count("/is_paused") > 1)
+
+
 @pytest.mark.parametrize("status", [401, 500])
 @pytest.mark.parametrize("where", ["", "/init_weight_transfer_engine", "/update_weights"])
 def test_a_server_that_gets_no_weights_is_named_once_and_used_when_it_does(
@@ -116,7 +122,7 @@ def test_a_server_that_gets_no_weights_is_named_once_and_used_when_it_does(
     assert [r.message for r in caplog.records if "lost" in r.message] == [f"lost a server: {LOST}"]
     assert len(sample(engine)) == 12
     other.disturb = lambda *call: None
-    wait_until(lambda: engine.servers[1].answers)
+    wait_for_a_heartbeat(other)
     engine.load(MODEL, 3)
     assert [s.alive for s in engine.servers] == [True, True]
     assert other.label == fake.label == engine.sync.label(3)
@@ -144,7 +150,7 @@ def test_a_hanging_server_delays_neither_samples_nor_syncs(fake, other, front_en
         assert [s.alive for s in engine.servers] == [True, False]
     assert time.monotonic() - begin < 60  # less than one timeout
     held.set()
-    wait_until(lambda: engine.servers[1].answers)
+    wait_for_a_heartbeat(other)
     engine.load(MODEL, 5)
     assert [s.alive for s in engine.servers] == [True, True]
 
