@@ -5,9 +5,9 @@ transformers can load:
 
     checkpoint-N/
         config.json  model*.safetensors  tokenizer.json …  weights in the base model's dtype
-        state.json                                         finished steps, options, and hashes of
-                                                           the prompts, of the base model's files
-                                                           and of all files of the checkpoint
+        state.json                                         options, and hashes of the prompts, of
+                                                           the base model's files and of all files
+                                                           of the checkpoint
         state/__0_0.distcp  __1_0.distcp …  .metadata      float32 weights and AdamW's moments:
                                                            one file per rank
 
@@ -166,7 +166,6 @@ class Saver:
                 for more in files:
                     more(folder)
                 row = {
-                    "step": step,
                     "config": fixed_options(self.cfg),
                     "origin": self.origin,
                     "files": {
@@ -225,35 +224,34 @@ class Saver:
         found = world.once(lambda: latest(self.cfg, self.origin)) if self.cfg.resume else None
         if found is None:
             return 0
-        folder, saved = found
+        folder, hashes = found
         reader = dcp.FileSystemReader(folder / "state")
         mine = tensors(self.model, self.optimizer, self.features)
         with _reading(folder):
-            for name in sorted(saved["files"])[world.rank :: world.size]:
+            for name in sorted(hashes)[world.rank :: world.size]:
                 # earlier versions stored the names of state/ without the folder
-                path = next(folder.rglob(name), folder / name)
-                if digest(path) != saved["files"][name]:
-                    raise ValueError(f"{name} has changed since it was written")
+                if [digest(path) for path in folder.rglob(name)] != [hashes[name]]:
+                    raise ValueError(f"{name} is missing, or does not have its hash in {STATE}")
             stored = reader.read_metadata().state_dict_metadata
             if any(name.startswith("master.") and name not in mine for name in stored):
                 raise ValueError("it has more weights than the model")
             dcp.load(mine, storage_reader=reader, no_dist=world.size == 1)
         for state in self.optimizer.state.values():
             state["step"].copy_(mine["updates"])
-        return saved["step"]
+        return int(folder.name[11:])
 
 
-def latest(cfg: Config, origin: dict[str, str]) -> tuple[Path, dict[str, Any]] | None:
-    """Remove an unfinished checkpoint, then return the last one and its state.json. The options,
-    the prompts and the model's files must be the same as when the run was started."""
+def latest(cfg: Config, origin: dict[str, str]) -> tuple[Path, dict[str, str]] | None:
+    """Remove an unfinished checkpoint, then return the last one and the hashes of its files. The
+    options, the prompts and the model's files must be the same as when the run was started."""
     output.remove_unfinished(cfg)
     found = checkpoint.checkpoints(cfg.output_dir)
     if not found:
         return None
     folder = found[-1]
-    with _reading(folder):
+    with _reading(folder / STATE):
         saved = json.loads((folder / STATE).read_bytes())
-        before, known = {**saved["config"]}, saved["origin"]
+        before, known, hashes = {**saved["config"]}, saved["origin"], saved["files"]
         # earlier versions stored only the hash of the prompts
         known = origin | {"the list of prompts": known} if isinstance(known, str) else dict(known)
     now = fixed_options(cfg)
@@ -262,9 +260,9 @@ def latest(cfg: Config, origin: dict[str, str]) -> tuple[Path, dict[str, Any]] |
         then, today = (options.get(name, default) for options in (before, now))
         if then != today:
             raise UserError(
-                f"--resume: {folder} was written with {name} = {then}, but {name} is now {today}: "
-                f"give the same options, or start from its weights (--model {folder}) in another "
-                "folder."
+                f"--resume: {folder / STATE} was written with {name} = {then}, but {name} is now "
+                f"{today}: give the same options, or start from its weights (--model {folder}) in "
+                "another folder."
             )
     for name in known | origin:
         if known.get(name) != origin.get(name):
@@ -272,7 +270,7 @@ def latest(cfg: Config, origin: dict[str, str]) -> tuple[Path, dict[str, Any]] |
                 f"--resume: {name} has changed since {folder / STATE} was written: restore it, or "
                 f"start from its weights (--model {folder}) in another folder."
             )
-    return folder, saved
+    return folder, hashes
 
 
 def fixed_options(cfg: Config) -> dict[str, Any]:
@@ -291,10 +289,10 @@ def fixed_options(cfg: Config) -> dict[str, Any]:
     return json.loads(json.dumps(out))  # JSON turns tuples into lists
 
 
-def _reading(folder: Path) -> AbstractContextManager[None]:
+def _reading(path: Path) -> AbstractContextManager[None]:
     """Turn any error in reading a checkpoint into a UserError that says what to do."""
     return reading(
-        f"--resume: {folder}",
-        "remove it to continue from the checkpoint before it, or to start again",
+        f"--resume: {path}",
+        "remove the checkpoint to continue from the one before it, or to start again",
         "is damaged, or belongs to another model",
     )

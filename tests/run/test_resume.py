@@ -285,8 +285,9 @@ def test_a_damaged_checkpoint_is_named_and_a_run_can_continue_from_the_one_befor
     shutil.copytree(folder, tmp_path / "run")
     newest = tmp_path / "run" / "checkpoint-2"
     DAMAGE[damage](newest)
+    file = "/state.json" if damage.startswith("state ") and "files" not in damage else ""
     message = (
-        rf"^--resume: {newest} is damaged, .* model \([^\n]*\): remove it to continue from the"
+        rf"^--resume: {newest}{file} is damaged, .* model \([^\n]*\): remove the checkpoint to"
     )
     with pytest.raises(UserError, match=message):
         start(tmp_path, tiny_base, resume=True)
@@ -306,7 +307,7 @@ def test_a_flipped_bit_in_any_file_is_found(tmp_path, tiny_base, two_saves):
         flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         path.write_bytes(flipped)
         name = path.relative_to(folder)
-        message = rf"is damaged, .* \({name} has changed since it was written\): remove it"
+        message = rf"is damaged, .* \({name} .* does not have its hash in state.json\): remove"
         with pytest.raises(UserError, match=message):
             start(tmp_path, tiny_base, resume=True)
         path.write_bytes(data)
@@ -320,7 +321,7 @@ def test_resuming_with_other_options_is_refused(tmp_path, tiny_base):
     start(tmp_path, tiny_base, top_p=0.5).advance(2).save()
     other = {"seed": 7, "learning_rate": 0.5, "reward_funcs": ("format",), "epsilon_high": 0.3}
     for name, value in {**other, "top_p": 1.0}.items():
-        match = rf"--resume: .*checkpoint-2 was written with {name} = .*: give the same options"
+        match = rf"--resume: .*-2/state.json was written with {name} = .*: give the same options"
         with pytest.raises(UserError, match=match):
             start(tmp_path, tiny_base, **{"top_p": 0.5, "resume": True, name: value})
     assert start(tmp_path, tiny_base, top_p=0.5, resume=True, max_steps=2).step == 2
