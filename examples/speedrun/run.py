@@ -85,8 +85,9 @@ def worker(folder: Path, seed: int) -> None:
     watch = Stopwatch(record.get("float32_matmul_precision", "highest"))
     train.attach = lambda cfg, given: [*attach.attach(cfg, given), watch]
     argv = ["--config", folder / "options.json", "--output-dir", folder / "run", "--seed", seed]
-    if code := train.main([*map(str, argv), "--device", "cpu"]):
-        sys.exit(code)
+    code = train.main([*map(str, argv), "--device", "cpu"])
+    if code or watch.curve[-1][0] < options(record)["max_steps"]:  # 0 if a signal has ended the run
+        sys.exit(code or 1)
     shutil.rmtree(folder / "run" / f"checkpoint-{watch.curve[-1][0]}")
     curve = [[step, round(s, 1), round(p, 1), round(a, 4)] for step, s, p, a in watch.curve]
     found = {"seed": seed, "threads": torch.get_num_threads(), "curve": curve}
