@@ -111,8 +111,8 @@ class Layout(NamedTuple):
 
 def inputs(model: Decoder, world: World, longest_prompt: int) -> Any:
     """Return the inputs of the memory estimate."""
-    rewards = SimpleNamespace(local=[])
-    return SimpleNamespace(model=model, world=world, longest_prompt=longest_prompt, rewards=rewards)
+    more = {"rewards": SimpleNamespace(local=[]), "features": []}
+    return SimpleNamespace(model=model, world=world, longest_prompt=longest_prompt, **more)
 
 
 def shape_of(name: str, four_bits: bool = False) -> Decoder:

@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 
 import train
 from nanogrpo.extras.arithmetic import warmup
+from nanogrpo.extras.window import FULL, SLIDING, Windows
 from nanogrpo.model import checkpoint
 from nanogrpo.types import Prompt, Sample
 from tests import ranks
@@ -86,6 +87,18 @@ ROWS = {
     "the same bits in engine and trainer": Row("--bitwise --steps-per-generation 2 --beta 0.1"),
     "evaluation": Row("--eval-steps 2 --eval-data FILES/uneven.jsonl"),
     "recomputation": Row("--gradient-checkpointing full"),
+    "another reference": Row(
+        "--beta 0.5 --num-iterations 2",
+        prepare=lambda folder: _reference(folder, num_hidden_layers=1),
+    ),
+    "adapters, and another reference": Row(
+        "--beta 0.5 --lora-r 4",
+        prepare=lambda folder: _reference(folder),
+    ),
+    "layers with a sliding window": Row(
+        "--beta 0.05 --num-iterations 2 --token-budget 60",
+        base={"layers": Windows(4, (FULL, SLIDING))},
+    ),
     "reference follows the policy": Row(
         "--beta 0.05 --sync-ref-model --ref-model-sync-steps 1 --ref-model-mixup-alpha 0.3"
     ),
@@ -186,6 +199,10 @@ def _some_prompts(folder: Path) -> list[str]:
         "    return [sum(ids) % 7 if '1' in p or '3' in p else 1.0 for p, ids in pairs]\n"
     )
     return ["--reward-funcs", f"{folder / 'some.py'}:some"]
+
+
+def _reference(folder: Path, **changes) -> list[str]:
+    return ["--ref-model", str(write_base(folder / "reference", seed=1, **changes))]
 
 
 def _by_token(folder: Path) -> list[str]:

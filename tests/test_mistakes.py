@@ -155,7 +155,7 @@ MISTAKES = [
     ("--sync-ref-model", "--sync-ref-model is True, which has no effect without --beta: set that"),
     (
         "--sync-ref-model --beta 0.1 --lora-r 4",
-        "--sync-ref-model cannot be used with --lora-r, because the reference is then the base",
+        "--sync-ref-model cannot be used with --lora-r, because the reference is then no copy",
     ),
     # --- vLLM ---
     (

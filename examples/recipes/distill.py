@@ -19,15 +19,16 @@ compares loss and gradients with TRL's:
     m = (1 - β) π + β teacher;  D = β KL(teacher ‖ m) + (1 - β) KL(π ‖ m)
     β = 1: KL(π ‖ teacher);  β = 0: KL(teacher ‖ π)
 
-The teachers need the student's tokenizer. On a GPU, the estimate of the memory does not include the
-teachers: lower `--token-budget` if the run does not fit.
+The teachers need the student's tokenizer. With one teacher, sampled tokens and no KL penalty, the
+same is possible without a recipe: `--beta 1 --ref-model TEACHER --reward-weights 0`, where the
+gradient also follows the ratio of later updates of a step.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -36,9 +37,7 @@ from nanogrpo.config import option
 from nanogrpo.errors import UserError
 from nanogrpo.extras.distill_head import distill_objective
 from nanogrpo.extras.recipe import main
-from nanogrpo.feature import Feature
-from nanogrpo.model import checkpoint
-from nanogrpo.run import setup
+from nanogrpo.extras.reference import FrozenModels
 from nanogrpo.step import logp
 
 
@@ -63,25 +62,25 @@ def divergence(p, q, beta):
     return beta * kl(q, m) + (1 - beta) * kl(p, m)
 
 
-class Distill(Feature):
+class Distill(FrozenModels):
     all_gradients = True  # a completion whose advantage is 0 has a gradient, too
 
     def __init__(self, cfg):
+        super().__init__("--teacher", cfg.teacher)
         self.cfg = cfg
 
-    def running(self, run):
-        self.teachers = [self.load(run, name) for name in self.cfg.teacher]
-
-    def load(self, run, name):
-        folder = checkpoint.locate(name, "--teacher")
-        teacher = setup.empty_model(folder, ())
-        if type(run.tokenizer)(folder).vocab_size != run.tokenizer.vocab_size:
-            raise UserError(f"--teacher {name} has another tokenizer: choose a related model.")
-        return setup.load_weights(teacher, replace(run, source=folder, features=()))
+    def model(self, model, inputs):
+        super().model(model, inputs)
+        for name, teacher in zip(self.names, self.frozen):
+            if self.cfg.jsd_beta is not None and teacher.cfg.vocab_size != model.cfg.vocab_size:
+                raise UserError(
+                    f"--jsd-beta needs vocabularies of equal size, but that of --teacher {name} is "
+                    "padded differently: leave --jsd-beta out."
+                )
 
     def scored(self, run, samples, step):
         """Set `share` [P·G, K] on every rank, because samples may move between ranks."""
-        column, teachers = self.cfg.teacher_column, range(len(self.teachers))
+        column, teachers = self.cfg.teacher_column, range(len(self.frozen))
         named = run.world.concat([s.prompt.columns[column] if column else None for s in samples])
         share = [[float(k == i) if column else 1 / len(teachers) for k in teachers] for i in named]
         self.share = self.cfg.teacher_coef * torch.tensor(share, device=run.world.device)
@@ -90,13 +89,13 @@ class Distill(Feature):
         for batch in batches:
             batch.advantage *= self.cfg.reward_coef  # [M]
             if self.cfg.jsd_beta is None:
-                theirs = torch.stack([logp(teacher, batch, self.cfg) for teacher in self.teachers])
+                theirs = torch.stack([logp(teacher, batch, self.cfg) for teacher in self.frozen])
                 gap = theirs - logp(run.model, batch, self.cfg)  # [K, M]
                 batch.advantage += (self.share[batch.sample].T * gap).sum(0)
 
     def objective(self, batch, cfg):
         if cfg.jsd_beta is not None:
-            teachers = [*zip(self.teachers, self.share[batch.sample].T)]
+            teachers = [*zip(self.frozen, self.share[batch.sample].T)]
             return distill_objective(batch, cfg, teachers, lambda *p: divergence(*p, cfg.jsd_beta))
 
 

@@ -8,13 +8,15 @@ with the higher fitness (Salimans et al. 2017, 1703.03864, algorithm 1; Qiu et a
 for language models):
 
     θ_2j = θ + σ ε_j,  θ_2j+1 = θ - σ ε_j,  ε_j ~ N(0, I)      G/2 antithetic pairs
-    θ ← θ + α / (G σ) Σ_j (Z_2j - Z_2j+1) ε_j                  Z = (F - mean F) / std F
+    θ ← θ + α / (G σ) Σ_j (Z_2j - Z_2j+1) ε_j                  Z_i = mean_k sign(F_i - F_k)
 
-G is --num-generations, α is --learning-rate, and σ is --sigma. The noise is a function of the seed,
-the step and j, so it is generated again instead of stored. All weights see the same random numbers
-in sampling, so F differs only because of the noise. The loop of train.py runs unchanged: all
-advantages are 0, so AdamW takes no step (without --beta and --weight-decay), and this feature
-changes the weights after it.
+Z is the rank of a member, from -1 to 1 (fitness shaping, section 2.1 of Salimans et al.), so one
+broken member does not decide the update. G is --num-generations, α is --learning-rate, and σ is
+--sigma. The noise is a function of the seed, the step and j, so it is generated again instead of
+stored. All weights see the same random numbers in sampling, so F differs only because of the noise.
+The loop of train.py runs unchanged: all advantages are 0, so AdamW takes no step (without --beta
+and --weight-decay), and this feature changes the weights after it. The log's warning that nothing
+was learned is about AdamW.
 """
 
 from __future__ import annotations
@@ -83,9 +85,8 @@ class Evolution(Feature):
 
     def advantages(self, rewards, by_function):  # [P, G]
         fitness = rewards.nanmean(0)  # [G]
-        std, mean = torch.std_mean(fitness)
-        self.scores = ((fitness - mean) / (std + 1e-8)).nan_to_num()
-        return 0 * rewards, std.view(1, 1)
+        self.scores = (fitness[:, None] - fitness).sign().nan_to_num().mean(1)
+        return 0 * rewards, fitness.std().view(1, 1)
 
     def step(self, run, step, samples):
         rate = run.learning_rate(step) / (run.cfg.num_generations * run.cfg.sigma)

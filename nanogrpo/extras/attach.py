@@ -30,7 +30,7 @@ extras, off by default (--help-all has their options, and says more about each o
   --vllm-importance-sampling-mode  a correction for the gap between engine and trainer
   --loss-type, …              cispo, sapo, vespo, dppo, luspo; sequence-level ratios (GSPO)
   --bitwise                   the same bits in engine and trainer
-  --sync-ref-model            let the reference model follow the policy
+  --ref-model, …              another reference model, or one that follows the policy
   --entropy-coef, …           an entropy bonus, or training on uncertain tokens only
   --advantage-estimator, …    rloo, maxrl, GDPO
   --max-resample-times        replace groups without a signal (DAPO's dynamic sampling)
@@ -161,6 +161,10 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
         from nanogrpo.extras.optim import Optim
 
         yield Optim(cfg)
+    if cfg.ref_model:
+        from nanogrpo.extras.reference import OtherReference
+
+        yield OtherReference(cfg)
     if cfg.sync_ref_model:
         from nanogrpo.extras.reference import SyncReference
 

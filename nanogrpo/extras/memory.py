@@ -30,6 +30,7 @@ has W GPUs and micro-batches of T tokens, and computes in a dtype of b = 2 bytes
   which becomes 2·n if the base is in bfloat16.
 * reference, 4·n/W: with beta > 0. This row also counts the reference's gathered root and, if the
   reference follows the policy, its copy in a checkpoint.
+* frozen models, 4·n/W + b·(n_r + 2·n_b) each: that of --ref-model, and the teachers of recipes.
 * reward models, b·n each: on every rank.
 
 With adapters, only trained parameters count towards the optimizer, the gradients and the first term
@@ -208,7 +209,8 @@ def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
     rows = min(T, ops.default_chunk(c.vocab_size, torch.bfloat16, world.device))
     head = c.vocab_size * c.hidden_size if model.lm_head.weight.requires_grad else 0
     whole = is_whole(cfg, world)
-    reference = 4 * n // W + (gathered if whole else root) if cfg.beta and not cfg.lora_r else 0
+    second = cfg.beta and not (cfg.lora_r or cfg.ref_model)  # a copy of the model
+    reference = 4 * n // W + (gathered if whole else root) if second else 0
     dequantized = 2 * c.hidden_size * c.intermediate_size if cfg.load_in_4bit else 0
     out = [
         Row("parameters", stored // W, host),
@@ -226,6 +228,12 @@ def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
         if isinstance(judge, nn.Module):
             size = sum(p.nbytes for p in judge.parameters())
             out.append(Row(f"reward model {judge.__name__}", size))
+    for feature in inputs.features:
+        for name, other in zip(*(getattr(feature, key, ()) for key in ("names", "frozen"))):
+            first, *rest = other.blocks  # FSDP gathers the root and two blocks
+            units = 2 * (numbers(other) - sum(map(numbers, rest)) + numbers(first))
+            size = sum(p.nbytes for p in other.parameters()) // W
+            out += [Row(f"frozen model {name}", size, host), Row(f"gathered of {name}", units)]
     if visual := getattr(model.model, "visual", None):  # all prompts could consist of pictures
         out.append(Row("pictures", T * visual.activation_bytes(2, kind)))
 
@@ -258,7 +266,8 @@ def on_device(rows: Sequence[Row]) -> int:
 
 def while_sampling(rows: Sequence[Row]) -> int:
     """Return the bytes that the trainer keeps on the device while it does not train."""
-    kept = ("parameters", "optimizer", "reference model", "reward model", "weights to be sent")
+    models = ("reference model", "frozen model", "reward model")
+    kept = ("parameters", "optimizer", *models, "weights to be sent")
     return on_device([row for row in rows if row.name.startswith(kept)])
 
 

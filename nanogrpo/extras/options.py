@@ -261,9 +261,15 @@ class ResampleOptions(Core):
 
 
 @dataclass(frozen=True)
-class SyncReferenceOptions(Core):
-    """A reference model that follows the policy."""
+class ReferenceOptions(Core):
+    """Another reference model, or one that follows the policy."""
 
+    ref_model: str = option(
+        "",
+        "folder or hub id of the reference model of the KL, such as a teacher; empty: the model"
+        " before training",
+        needs="beta",
+    )
     sync_ref_model: bool = option(
         False,
         "update the reference model periodically: ref = alpha*policy + (1 - alpha)*ref",
@@ -281,11 +287,12 @@ class SyncReferenceOptions(Core):
     )
 
     def problems(self) -> Iterator[str]:
-        if self.sync_ref_model and getattr(self, "lora_r", False):
-            yield (
-                "--sync-ref-model cannot be used with --lora-r, because the reference is then the"
-                " base without adapters: leave one of them out."
-            )
+        for other in ("ref_model", "lora_r"):
+            if self.sync_ref_model and getattr(self, other, False):
+                yield (
+                    f"--sync-ref-model cannot be used with --{dashed(other)}, because the reference"
+                    " is then no copy of the policy: leave one of them out."
+                )
 
 
 # Schedules that the core lacks, each with its settings.
@@ -519,7 +526,7 @@ class Config(  # the last base class comes first in `--help-all`
     ResampleOptions,
     EstimatorsOptions,
     EntropyOptions,
-    SyncReferenceOptions,
+    ReferenceOptions,
     ObjectivesOptions,
     ImportanceOptions,
     BitwiseOptions,

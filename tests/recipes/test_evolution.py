@@ -11,7 +11,7 @@ from nanogrpo.engine.base import stream
 from nanogrpo.model import checkpoint
 from tests.conftest import arguments, steps
 
-SIGMA, RATE = 0.1, 0.03
+SIGMA, RATE = 0.1, 0.08
 OPTIONS = ["--sigma", f"{SIGMA}", "--learning-rate", f"{RATE}", "--log-completions"]
 
 
@@ -37,7 +37,7 @@ def test_the_weights_move_by_the_sum_of_noise_and_fitness(tiny_base, files, tmp_
         dict(checkpoint.load_model(folder).named_parameters())
         for folder in (tiny_base, tmp_path / "checkpoint-1")
     )
-    z = (fitness[0] - fitness[0].mean()) / fitness[0].std(ddof=1)
+    z = [np.mean([np.sign(one - other) for other in fitness[0]]) for one in fitness[0]]
     assert len({*z}) > 2  # members differ
     for i, name in enumerate(before):
         total = 0.0

@@ -1,11 +1,14 @@
-"""A reference model that follows the policy: its closed form, and what a checkpoint has of it.
+"""A reference model that follows the policy: its closed form, and what a checkpoint has of it. A
+reference from another folder: it teaches the policy, and it must fit.
 
-That it survives a resume and several ranks is a row of tests/configurations.py. Read next:
+That both survive a resume and several ranks are rows of tests/configurations.py. Read next:
 tests/model/test_lora.py, where the reference is the model with its adapters off.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,11 +17,19 @@ import torch.distributed.checkpoint as dcp
 
 import train
 from bench import predict
+from examples.recipes import distill
 from nanogrpo import Config
 from nanogrpo.extras import memory
-from nanogrpo.extras.reference import update
+from nanogrpo.extras.reference import FrozenModels, update
 from nanogrpo.model import checkpoint
-from tests.conftest import SOLO, arguments, steps, tiny_model, write_base
+from tests.conftest import (
+    SOLO,
+    arguments,
+    one_sentence,
+    steps,
+    tiny_model,
+    write_base,
+)
 
 RUN = (
     "--beta 0.05 --sync-ref-model --ref-model-mixup-alpha 0.3 --ref-model-sync-steps 2"
@@ -83,3 +94,61 @@ def test_a_fixed_reference_is_not_saved_and_without_beta_there_is_none(rows_of, 
         saved = dcp.FileSystemReader(tmp_path / beta / "checkpoint-1" / "state").read_metadata()
         assert not [key for key in saved.state_dict_metadata if key.startswith("reference.")]
         assert ("kl" in row) == kept
+
+
+def test_the_kl_to_another_reference_distills_it_without_rewards(rows_of, tmp_path):
+    teacher = write_base(tmp_path / "teacher", seed=1, num_hidden_layers=1)
+    options = "--beta 1 --reward-weights 0 --learning-rate 1e-2 --max-steps 30 --num-generations 8"
+    options += " --generation-batch-size 64 --ref-model"
+    kl = [row["kl"] for row in rows_of(options, str(teacher))]
+    assert sum(kl[-5:]) < 0.7 * sum(kl[:5])
+
+
+def test_the_estimate_of_the_memory_counts_frozen_models_and_no_copy_of_the_model(tmp_path):
+    model = tiny_model(num_hidden_layers=4)
+    inputs, cfg = predict.inputs(model, SOLO, 10), Config(beta=0.1, ref_model="t")
+    other = FrozenModels("--ref-model", ["t"])
+    other.frozen, inputs.features = [tiny_model(num_hidden_layers=6, seed=1)], [other]
+    rows = {row.name: row.bytes for row in memory.table(inputs, cfg)}
+    sizes = {n: p.numel() for n, p in other.frozen[0].named_parameters()}
+    gathered = sum(n for name, n in sizes.items() if not re.search(r"layers\.[2-5]", name))
+    assert rows["frozen model t"] == 4 * sum(sizes.values())
+    assert rows["gathered of t"] == 2 * gathered
+    assert rows["reference model"] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"num_hidden_layers": 1}, ""),
+        ({"max_position_embeddings": 12}, "t has a context of less than the"),
+        ({"vocab_size": 999}, ""),  # padding
+        (None, "t has another tokenizer: choose a related model"),
+    ],
+)
+@pytest.mark.parametrize("program", ["--ref-model", "--teacher"])
+def test_frozen_models_must_fit(program, change, problem, tiny_base, files, tmp_path, capsys):
+    other = write_base(tmp_path / "t", **(change or {}))
+    if change is None:
+        raw = json.loads((other / "tokenizer.json").read_text())
+        a, b = (token["content"] for token in raw["added_tokens"][:2])
+        vocabulary = raw["model"]["vocab"]
+        vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+        (other / "tokenizer.json").write_text(json.dumps(raw))
+    own = [program, str(other), "--max-steps", "1"]
+    argv = arguments(tiny_base, files, tmp_path / "run", *own)
+    if program == "--teacher":
+        status = distill.main(distill.Options, distill.features, argv)
+    else:
+        status = train.main([*argv, "--beta", "1"])
+    assert status == (2 if problem else 0)
+    assert not problem or problem in one_sentence(capsys)
+
+
+def test_a_resumed_run_notices_that_its_reference_has_changed(rows_of, tmp_path, capsys, files):
+    other = str(write_base(tmp_path / "other", seed=1))
+    rows_of("--beta 1 --max-steps 1 --ref-model", other, folder="run")
+    write_base(tmp_path / "other", seed=2)
+    with pytest.raises(AssertionError):
+        rows_of("--beta 1 --max-steps 2 --resume --ref-model", other, folder="run")
+    assert "--resume: the weights of --ref-model have changed" in one_sentence(capsys)
