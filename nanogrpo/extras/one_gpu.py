@@ -5,7 +5,8 @@ In: a model with loaded float32 parameters. Out: the same model, which computes 
 no changes. Each module also has a 16-bit copy under the parameter's name, and Python finds this
 copy first: an instance's `__dict__` comes before `nn.Module.__getattr__`.
 
-The copies are refreshed before a forward pass if a master weight has changed. If
+The copies are refreshed before a forward pass if a master weight has changed: its version has, or
+an optimizer has made a step. A fused optimizer does not count up the versions. If
 every parameter is trained and there are no biases, the gradients of the blocks' matrices are
 accumulated in float32 by the matrix product itself (`Products`), without a 16-bit gradient in
 between. All other gradients are added to float32 sums as soon as they are
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nanogrpo.kernels.head import add_product
 from nanogrpo.model.decoder import MLP, Attention
@@ -66,6 +68,7 @@ def copy_weights(model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
             vars(module)["project"] = functools.partial(Products.apply, inner)
             layers[-1].forward = lambda x, pair=last: Products.apply([pair], x)[0]
     versions: list[int] = []
+    register_optimizer_step_post_hook(lambda *_: versions.clear())
 
     @torch.no_grad()
     def refresh(*_: object) -> None:

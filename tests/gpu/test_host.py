@@ -15,7 +15,9 @@ import torch
 from torch.distributed.checkpoint import filesystem
 
 from bench import step_trace
+from nanogrpo import Config
 from nanogrpo.extras import one_gpu
+from nanogrpo.grpo import loss as grpo
 from nanogrpo.run import optim
 from tests.conftest import random_batch, tiny_model
 
@@ -44,7 +46,14 @@ def test_copies_follow_the_master_weights_and_gradients_are_float32():
         model = tiny_model(tie_word_embeddings=True)
         for dtype in dtypes:
             one_gpu.copy_weights(model, dtype)
-        return step_trace.train(model, batches, steps=2)
+        weights = step_trace.train(model, batches, steps=2)
+        with torch.no_grad():
+            model.forward_strip(batches[0], grpo.logp_of(batches[0], Config()))
+        for name, master in model.named_parameters():
+            layer, _, own = name.rpartition(".")
+            copy = getattr(model.get_submodule(layer), own)
+            assert torch.equal(copy, master.to(copy.dtype))
+        return weights
 
     plain = trained()
     for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
