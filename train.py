@@ -61,7 +61,7 @@ def train(run: Run) -> None:
                 sync(run)  # copies the weights to the engine, unless the engine has them already
 
             with clock("sample"):
-                prompts = run.draw(step)  # this rank's share of the step's prompts
+                prompts = world.part(run.draw(cfg.seed, step))  # this rank's share
                 samples = run.engine.sample(prompts, cfg.num_generations, run.sampling, step)
 
             with clock("score"):

@@ -66,6 +66,9 @@ class Feature:
     def running(self, run: Run) -> AbstractContextManager | None: ...
 
     # --- in each step, in this order ---
+    # Return other prompts for a step, as many as were `drawn` for all ranks. On every rank, they
+    # must be the same ones.
+    def draw(self, run: Run, drawn: list[Prompt], seed: int, step: int) -> list[Prompt] | None: ...
     # Read the rewards, or replace samples in place. The samples are those of this rank.
     def scored(self, run: Run, samples: list[Sample], step: int) -> None: ...
     # Return advantages [P, G] and standard deviations (see grpo/advantages.py), for all ranks.

@@ -151,7 +151,7 @@ def add_logps(run: Run, batches: Sequence[PackedBatch]) -> None:
         if off_policy and batch.old_logp is None:
             batch.old_logp = logp(run.model, batch, cfg)
         if run.ref_model:
-            with run.ref_model.own_reference() if run.ref_model.own_reference else nullcontext():
+            with (run.ref_model.own_reference or nullcontext)():
                 batch.ref_logp = logp(run.ref_model, batch, cfg)
 
 
@@ -176,5 +176,4 @@ def log_step(
         record |= feature.step(run, step, samples) or {}
     record["frac_tokens_skipped"] = skipped(generation.facts, run.cfg)
     record["learning_rate"] = float(run.optimizer.param_groups[0]["lr"])
-    logged = run.rewards.metrics(world.gather)
-    run.log.step(step, generation.facts, record, clock, logged)
+    run.log.step(step, generation.facts, record, clock, run.rewards.metrics(world.gather))

@@ -43,6 +43,11 @@ OPTIONS = f"""
 # recipe → its options, and those of plain GRPO next to it
 STEPS = f"--reward-funcs accuracy {ROOT}/examples/recipes/process.py:steps"
 SEVERAL = "--num-iterations 4"
+TURNS = f"{STEPS} --rollout {ROOT}/examples/calculator.py:rollout"
+POPULATION = """
+    --num-generations 32 --generation-batch-size 2048 --learning-rate 1.5e-4 --max-steps 24
+    --eval-steps 4
+"""
 ABLE = f"""
     --model {FOLDER}/able --reward-funcs accuracy --learning-rate 5e-5 --max-steps 16 --eval-steps 4
     --eval-samples 64
@@ -50,6 +55,8 @@ ABLE = f"""
 RECIPES = {
     "process": (STEPS, STEPS),
     **{name: ("", "") for name in ("critic", "branch", "scale_rl", "curriculum")},
+    "turns": (TURNS, TURNS),
+    "evolution": (POPULATION, ""),
     "rejection": (f"{SEVERAL} --rejection worst", SEVERAL),
     "distill": (f"{ABLE} --teacher {FOLDER}/teacher", ABLE),
     "distill_full": (f"{ABLE} --teacher {FOLDER}/teacher --jsd-beta 1", ABLE),

@@ -52,18 +52,12 @@ class Curriculum(Feature):
     def tensors(self):
         return {"curriculum.rate": self.rate}
 
-    def running(self, run):
-        plain = run.draw_all
-
-        def draw_all(seed, step):
-            prompts = plain(seed, step)
-            count = int(run.cfg.replay_share * len(prompts))
-            fresh = prompts[: len(prompts) - count]
-            chosen = replayed(self.rate.numpy(), {p.id for p in fresh}, count, seed, step)
-            more = prompts[len(fresh) + len(chosen) :]
-            return [*fresh, *(run.prompts[i] for i in chosen), *more]
-
-        run.draw_all = draw_all
+    def draw(self, run, drawn, seed, step):
+        count = int(run.cfg.replay_share * len(drawn))
+        fresh = drawn[: len(drawn) - count]
+        chosen = replayed(self.rate.numpy(), {p.id for p in fresh}, count, seed, step)
+        more = drawn[len(fresh) + len(chosen) :]
+        return [*fresh, *(run.prompts[i] for i in chosen), *more]
 
     def scored(self, run, samples, step):
         first = [(s.prompt.id, next(iter(s.rewards.values()))) for s in samples]

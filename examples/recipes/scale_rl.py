@@ -49,18 +49,13 @@ class ScaleRL(Feature):
     def tensors(self):
         return {"scale_rl.history": self.history}
 
-    def running(self, run):
-        plain, limit = run.draw_all, run.cfg.max_pass_rate
-
-        def draw_all(seed, step):
-            total, count = self.history.tolist()
-            first, random = plain(seed, step), np.random.RandomState(stream(seed, step, 0, 2) >> 31)
-            more = [run.prompts[i] for i in random.permutation(len(run.prompts))]
-            each = {p.id: p for p in [*first, *more]}.values()  # without repetition
-            left = [p for p in each if total[p.id] < limit * max(count[p.id], 1)]
-            return [*left, *first][: len(first)]  # `first` again if too few prompts are left
-
-        run.draw_all = draw_all
+    def draw(self, run, drawn, seed, step):
+        total, count = self.history.tolist()
+        random = np.random.RandomState(stream(seed, step, 0, 2) >> 31)
+        more = [run.prompts[i] for i in random.permutation(len(run.prompts))]
+        each = {p.id: p for p in [*drawn, *more]}.values()  # without repetition
+        left = [p for p in each if total[p.id] < run.cfg.max_pass_rate * max(count[p.id], 1)]
+        return [*left, *drawn][: len(drawn)]  # `drawn` again if too few prompts are left
 
     def scored(self, run, samples, step):
         rows = [(s.facts, next(iter(s.rewards.values()))) for s in samples]

@@ -88,7 +88,7 @@ class AheadEngine(Wrapper):
         run, request = self.run, self.engine.request
         if not run.world.main:
             return None
-        prompts = run.draw_all(run.cfg.seed, step)
+        prompts = run.draw(run.cfg.seed, step)
         return self.pool.submit(request, prompts, run.cfg.num_generations, run.sampling, step)
 
     def close(self) -> None:

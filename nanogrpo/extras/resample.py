@@ -46,7 +46,7 @@ class Resample(Feature):
                 break
             # Each round has its own seed, so a prompt that is drawn again gets new completions.
             seed = stream(self.cfg.seed, step, attempt, 0)
-            pairs = zip(flat, run.draw_all(seed, step))
+            pairs = zip(flat, run.draw(seed, step))
             mine = [(g - first, prompt) for g, prompt in pairs if first <= g < first + groups]
             params = dataclasses.replace(run.sampling, seed=seed)
             fresh = run.engine.sample([prompt for _, prompt in mine], n, params, step)

@@ -85,15 +85,14 @@ class Run(Inputs):
         """How often each prompt was used in the finished steps, on average."""
         return self.done * self.cfg.prompts_per_step / len(self.prompts)
 
-    def draw_all(self, seed: int, step: int) -> list[Prompt]:
-        """Return the prompts of a step for all ranks. The prompts depend only on the seed and the
-        step.
+    def draw(self, seed: int, step: int) -> list[Prompt]:
+        """Return the prompts of a step for all ranks. Without a feature that draws, the prompts
+        depend only on the seed and the step.
         """
-        return data.draw(self.prompts, self.cfg.prompts_per_step, seed, step)
-
-    def draw(self, step: int) -> list[Prompt]:
-        """Return this rank's share of the prompts of a step."""
-        return list(self.world.part(self.draw_all(self.cfg.seed, step)))
+        drawn = data.draw(self.prompts, self.cfg.prompts_per_step, seed, step)
+        for feature in self.features:
+            drawn = feature.draw(self, drawn, seed, step) or drawn
+        return drawn
 
     def learning_rate(self, update: int) -> float:
         """Return the learning rate of an optimizer step, from a feature or else from optim.py."""
@@ -104,8 +103,7 @@ class Run(Inputs):
         """Return whether the run is finished, or its number of finished steps is a multiple of
         `every`. If `every` is 0, return False.
         """
-        last = self.done == self.cfg.max_steps
-        return every > 0 and (last or self.done % every == 0)
+        return every > 0 and (self.done == self.cfg.max_steps or self.done % every == 0)
 
 
 def load(
@@ -167,8 +165,8 @@ def setup(inputs: Inputs) -> Run:
             "multiple."
         )
     origin = output.origin(inputs)
-    counts = len(inputs.prompts), len(inputs.eval_prompts)
-    logger.info("%s", progress.summary(cfg, *counts, *weights.sizes(model)))
+    sizes = weights.sizes(model)
+    logger.info(progress.summary(cfg, len(inputs.prompts), len(inputs.eval_prompts), *sizes))
     load_weights(model, inputs)
     ref_model = make_reference(inputs)
     optimizer = optim.make_optimizer(model, cfg, features)
@@ -194,9 +192,7 @@ def setup(inputs: Inputs) -> Run:
 @contextlib.contextmanager
 def closing(run: Run) -> Iterator[None]:
     """Close the parts of the run at its end, even after an error."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(run.saver)
-        stack.enter_context(contextlib.closing(run.engine))
+    with run.saver, contextlib.closing(run.engine), contextlib.ExitStack() as stack:
         for feature in run.features:
             stack.enter_context(feature.running(run) or contextlib.nullcontext())
         yield
@@ -209,8 +205,7 @@ def closing(run: Run) -> Iterator[None]:
 
 def empty_model(source: Path, features: Sequence[Feature]) -> Decoder:
     """Return the model of a checkpoint on the meta device."""
-    made = first(feature.decoder(source) for feature in features)
-    return made or checkpoint.empty_model(source)
+    return first(feature.decoder(source) for feature in features) or checkpoint.empty_model(source)
 
 
 def choose_kernels(cfg: Config, world: World, head_size: int) -> None:
@@ -223,8 +218,8 @@ def choose_kernels(cfg: Config, world: World, head_size: int) -> None:
         )
     dispatch.choice = cfg.kernels
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    triton = dispatch.functions_for(world.device) is not dispatch.reference
-    functions = "Triton kernels" if triton else "PyTorch functions"
+    is_plain = dispatch.functions_for(world.device) is dispatch.reference
+    functions = "PyTorch functions" if is_plain else "Triton kernels"
     attention = gpu_attention.backend(device, dtype, head_size).__name__  # flash, varlen, sdpa
     logger.info(
         "computing on %s in %s: %s, attention by %s", device, f"{dtype}"[6:], functions, attention
@@ -268,8 +263,8 @@ def make_reference(inputs: Inputs) -> Decoder | None:
 
 def make_engine(run: Run) -> Engine:
     """Return the sampling engine, which has no weights yet."""
-    made: Engine | None = first(feature.engine(run) for feature in run.features)
-    engine = made or LocalEngine(**of_engine(run))
+    engines = (feature.engine(run) for feature in run.features)
+    engine: Engine = first(engines) or LocalEngine(**of_engine(run))
     for feature in run.features:
         engine = feature.wrap(engine, run) or engine
     return engine

@@ -221,8 +221,8 @@ class Saver:
         number.
         """
         world = self.world
-        found = world.once(lambda: latest(self.cfg, self.origin)) if self.cfg.resume else None
-        if found is None:
+        found = self.cfg.resume and world.once(lambda: latest(self.cfg, self.origin))
+        if not found:
             return 0
         folder, hashes = found
         reader = dcp.FileSystemReader(folder / "state")

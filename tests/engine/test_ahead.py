@@ -28,7 +28,7 @@ def ahead_of(engine, bound, stop=6, prompts=PROMPTS[:2], n=2) -> AheadEngine:
     cfg = Config(num_generations=n, max_steps=stop, max_staleness=bound)
     return AheadEngine(
         engine,
-        SimpleNamespace(cfg=cfg, sampling=PARAMS, world=SOLO, draw_all=lambda seed, step: prompts),
+        SimpleNamespace(cfg=cfg, sampling=PARAMS, world=SOLO, draw=lambda seed, step: prompts),
     )
 
 

@@ -4,6 +4,7 @@ tests/configurations.py show that runs resume, and that two ranks are one.
 Read next: examples/recipes/scale_rl.py and examples/recipes/rejection.py.
 """
 
+import functools
 from types import SimpleNamespace
 
 import numpy as np
@@ -59,21 +60,20 @@ def test_mastered_prompts_are_not_drawn_again():
         cfg=scale_rl.Options(num_generations=G, max_pass_rate=0.6),
         world=SOLO,
         prompts=PROMPTS,
-        draw_all=lambda seed, step: first,
     )
     feature.model(None, run)
-    feature.running(run)
+    draw = functools.partial(feature.draw, run, first, step=0)
     rng = np.random.default_rng(0)
-    assert run.draw_all(0, 0) == first
+    assert draw(seed=0) == first
     # the pass rates are 2/3, 1/3 and 1/2 (of six completions)
     for i, rewards in ((0, [1, 1, 0]), (1, [0, 1, 0]), (2, [1, 1, 1]), (2, [0, 0, 0])):
         feature.scored(run, samples(rng, PROMPTS[i], rewards), 0)
-    drawn = [[p.id for p in run.draw_all(seed, 0)] for seed in range(100)]
+    drawn = [[p.id for p in draw(seed=seed)] for seed in range(100)]
     assert all(ids[:3] == [1, 2, 3] for ids in drawn)
     assert {ids[3] for ids in drawn} == {4, 5, 6, 7, 8}
     for prompt in PROMPTS[1:]:
         feature.scored(run, samples(rng, prompt, [1, 1, 1] * 2), 0)
-    assert [p.id for p in run.draw_all(0, 0)] == [0, 1, 2, 3]  # none is left
+    assert [p.id for p in draw(seed=0)] == [0, 1, 2, 3]  # none is left
 
 
 @pytest.mark.parametrize("rule", ["geometric", "worst"])
