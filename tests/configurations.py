@@ -174,6 +174,12 @@ ROWS = {
         prepare=lambda folder: _by_token(folder),
         tolerance=1e-6,
     ),
+    "process rewards, and text that the model reads": Row(
+        f"--rollout {ranks.ROOT}/examples/calculator.py:rollout --max-completion-length 24",
+        recipe="process",
+        prepare=lambda folder: _by_token(folder),
+        tolerance=1e-6,
+    ),
     "turn rewards": Row(
         f"--rollout {ranks.ROOT}/examples/calculator.py:rollout --max-completion-length 24",
         recipe="turns",

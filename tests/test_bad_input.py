@@ -166,6 +166,14 @@ MODELS = {
         set_fields(use_sliding_window=True, sliding_window=None),
         "use_sliding_window True is not supported; it must be false or null",
     ),
+    "windows of true": (
+        set_fields(model_type="mistral", sliding_window=True),
+        "sliding_window True is not supported; it must be null",
+    ),
+    "windows from no layer on": (
+        set_fields(use_sliding_window=True, sliding_window=8, max_window_layers=None),
+        "the type of max_window_layers 'NoneType' is not supported; it must be \"int\"",
+    ),
     "windows of no token": (
         set_fields(model_type="mistral", sliding_window=0),
         "sliding_window 0 is not supported; it must be null",

@@ -58,9 +58,15 @@ class SelfDistill(Feature):
             prompt.text = text if isinstance(plain, str) else [*before, {**last, "content": text}]
         prompt.hinted, prompt.text = tokenize(), plain
 
-    def running(self, run):
-        if not any(self.cfg.hint_column in prompt.columns for prompt in run.prompts):
-            raise UserError(f"--hint-column {self.cfg.hint_column}: the data has no such column.")
+    def model(self, model, inputs):
+        column, most = f"--hint-column {self.cfg.hint_column}", model.cfg.max_position_embeddings
+        if not any(self.cfg.hint_column in prompt.columns for prompt in inputs.prompts):
+            raise UserError(f"{column}: the data has no such column.")
+        long = max(len(prompt.hinted) for prompt in inputs.prompts) + self.cfg.max_completion_length
+        if long > most:
+            raise UserError(
+                f"{column} needs a context of {long}, but the model has {most}: cut it."
+            )
 
     def scored(self, run, samples, step):
         """Collect the hinted prompts on every rank, because samples may move between ranks."""

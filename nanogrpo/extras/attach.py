@@ -116,13 +116,14 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
         from nanogrpo.extras.reward_model import RewardModels
 
         yield RewardModels()
+    wraps_all: list[Feature] = []
     if not {name.partition(":")[0] for name in cfg.reward_funcs} <= builtin.BUILT_IN.keys():
         from nanogrpo.extras.reward_inputs import RewardInputs, asked
         from nanogrpo.extras.rewards import Rewards
 
         yield Rewards(cfg)
         if names := asked([*cfg.reward_funcs, *given.reward_funcs]):
-            yield RewardInputs(names)
+            wraps_all = [RewardInputs(names)]  # wraps the engines of all other features
     if cfg.model.startswith("warmup:"):
         raise UserError(
             "--model warmup:STEPS was removed: run `nanogrpo warmup FOLDER`, then use "
@@ -139,6 +140,7 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
 
         yield Vision(source, frozen)
     if not full:
+        yield from wraps_all
         return
     if cfg.lora_r:
         from nanogrpo.extras.lora.feature import LoRA
@@ -217,6 +219,7 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
         from nanogrpo.vllm.feature import VLLM
 
         yield VLLM()
+    yield from wraps_all
 
 
 def is_of_core(data: Any) -> bool:

@@ -50,13 +50,15 @@ def read(raw: dict, where: str) -> dict:
     """
     kind, window = raw.get("model_type"), raw.get("sliding_window", 4096)
     qwen = kind in ("qwen2", "qwen3") and raw.get("use_sliding_window")
-    if not (qwen or kind in ("mistral", "ministral")) or not isinstance(window, int) or window < 1:
+    has_windows = qwen or kind in ("mistral", "ministral")
+    if not has_windows or type(window) is not int or window < 1:
         return raw
     if kind == "mistral":  # transformers does not read its layer_types
         return {**raw, "sliding_window": None, "layers": Windows(window)}
-    first = raw.get("max_window_layers", 28) if qwen else 0
-    default = [FULL if i < first else SLIDING for i in range(raw["num_hidden_layers"])]
-    types = raw.get("layer_types") or default
+    types, first = raw.get("layer_types"), raw.get("max_window_layers", 28) if qwen else 0
+    if not types:
+        check(where, "the type of max_window_layers", type(first).__name__, ["int"])
+        types = [FULL if i < first else SLIDING for i in range(raw["num_hidden_layers"])]
     for each in types:
         check(where, "layer_types", each, [FULL, SLIDING])
     check(where, "the length of layer_types", len(types), [raw["num_hidden_layers"]])

@@ -77,6 +77,15 @@ def test_the_model_does_without_the_hint(tmp_path, tiny_base, files):
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
 
 
-def test_a_missing_column_is_one_sentence(tmp_path, tiny_base, files, capsys):
-    assert train(arguments(tiny_base, files, tmp_path, "--hint-column", "nothing")) == 2
-    assert "--hint-column nothing" in one_sentence(capsys)
+@pytest.mark.parametrize(
+    ("column", "problem"),
+    [("nothing", "has no such column"), ("h", "needs a context of 9")],
+)
+def test_hints_that_are_missing_or_too_long_are_one_sentence(
+    column, problem, tmp_path, tiny_base, files, capsys
+):
+    (tmp_path / "data.jsonl").write_text(f'{{"prompt": "1+1=", "h": "{"9" * 900}"}}\n' * 4)
+    given = "--data", str(tmp_path / "data.jsonl"), "--hint-column", column
+    assert train(arguments(tiny_base, files, tmp_path / "run", *given)) == 2
+    assert f"--hint-column {column}" in (error := one_sentence(capsys))
+    assert problem in error

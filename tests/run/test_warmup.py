@@ -105,7 +105,7 @@ def base(tmp_path_factory):
     """A complete base after two steps, which has learned nothing. It is the same every time."""
     folder = tmp_path_factory.mktemp("warm")
     for name in ("base", "again"):
-        warmup.make_base(folder / name, seed=0, steps=2)
+        assert commands.main(["warmup", str(folder / name), "--steps", "2"]) == 0
     for path in (folder / "base").iterdir():
         assert (folder / "again" / path.name).read_bytes() == path.read_bytes()
     return folder / "base"

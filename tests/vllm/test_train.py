@@ -80,7 +80,11 @@ def test_the_ratio_can_use_the_log_probs_of_the_engine(argv, tmp_path):
 
 
 def test_sampling_ahead_keeps_its_bound_and_requests_no_step_beyond_the_last(argv, tmp_path, fake):
-    assert train.main(argv("--max-staleness", "1", "--max-steps", "5")) == 0
+    """A reward function asks for entropies, which the trainer computes for samples that arrive."""
+    function = "def f(entropy, **kwargs):\n    return [sum(each) for each in entropy]\n"
+    (tmp_path / "reward.py").write_text(function)
+    options = ["--reward-funcs", f"{tmp_path / 'reward.py'}:f", "--max-steps", "5"]
+    assert train.main(argv("--max-staleness", "1", *options)) == 0
     rows = steps(tmp_path)
     assert len(fake.generated()) == 5 * 4  # nothing beyond the last step
     assert max(row["staleness/max"] for row in rows) <= 1
