@@ -59,14 +59,12 @@ class SelfDistill(Feature):
         prompt.hinted, prompt.text = tokenize(), plain
 
     def model(self, model, inputs):
-        column, most = f"--hint-column {self.cfg.hint_column}", model.cfg.max_position_embeddings
-        if not any(self.cfg.hint_column in prompt.columns for prompt in inputs.prompts):
-            raise UserError(f"{column}: the data has no such column.")
-        long = max(len(prompt.hinted) for prompt in inputs.prompts) + self.cfg.max_completion_length
-        if long > most:
-            raise UserError(
-                f"{column} needs a context of {long}, but the model has {most}: cut it."
-            )
+        column, room = self.cfg.hint_column, model.cfg.max_position_embeddings
+        room -= self.cfg.max_completion_length
+        if not any(column in prompt.columns for prompt in inputs.prompts):
+            raise UserError(f"--hint-column {column}: the data has no such column.")
+        if any(len(prompt.hinted) > room for prompt in inputs.prompts):
+            raise UserError(f"--hint-column {column}: some do not fit into the context: cut them.")
 
     def scored(self, run, samples, step):
         """Collect the hinted prompts on every rank, because samples may move between ranks."""
