@@ -144,7 +144,7 @@ def store_parts(PARTS, row, dwa, dwb, HALF: tl.constexpr, PAD: tl.constexpr):
 
 @triton.jit
 def backward_kernel(
-    Q, K, WQ, WK, COS, SIN, DYQ, DYK, DXQ, DXK, PARTS, T, q_stride, k_stride, eps,
+    Q, K, WQ, WK, COS, SIN, DYQ, DYK, DX, PARTS, T, q_stride, k_stride, eps,
     H: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr,
     H_PAD: tl.constexpr, KV_PAD: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
@@ -164,8 +164,9 @@ def backward_kernel(
         token = tl.full((), t, tl.int64)
         cos = tl.load(COS + token * (2 * HALF) + at, mask=here, other=0.0)  # [1, PAD]
         sin = tl.load(SIN + token * (2 * HALF) + at, mask=here, other=0.0)
-        dyq, dxq = DYQ + token * (2 * HALF * H), DXQ + token * (2 * HALF * H)
-        dyk, dxk = DYK + token * (2 * HALF * KV), DXK + token * (2 * HALF * KV)
+        dyq, dyk = DYQ + token * (2 * HALF * H), DYK + token * (2 * HALF * KV)
+        dxq = DX + token * (2 * HALF * (H + 2 * KV))
+        dxk = dxq + 2 * HALF * H
         dwqa, dwqb = backward_heads(
             Q, token * q_stride, WQ, dyq, dxq, cos, sin, eps, dwqa, dwqb, H, H_PAD, HALF, PAD
         )
@@ -210,16 +211,17 @@ class _NormRope(torch.autograd.Function):
     def backward(ctx, dyq, dyk):
         q, k, wq, wk, cos, sin = ctx.saved_tensors
         dyq, dyk = dyq.contiguous(), dyk.contiguous()
-        dxq, dxk = torch.empty_like(dyq), torch.empty_like(dyk)
-        programs, parts = min(PROGRAMS, len(dyq)), None
+        (T, H, E), KV = dyq.shape, dyk.shape[1]
+        # The caller may add the gradient of v, to multiply all three in one product.
+        dx = dyq.new_empty(T, H + 2 * KV, E)[:, : H + KV]
+        programs, parts = min(PROGRAMS, T), None
         if ctx.needs_input_grad[2]:
-            shape = 2, programs, dyq.shape[2]
-            parts = torch.empty(shape, dtype=torch.float32, device=dyq.device)
+            parts = torch.empty(2, programs, E, dtype=torch.float32, device=dyq.device)
         strides = (0, 0) if q is None else (q.stride(0), k.stride(0))
-        args = q, k, wq, wk, cos, sin, dyq, dyk, dxq, dxk, parts, len(dyq), *strides, ctx.eps
+        args = q, k, wq, wk, cos, sin, dyq, dyk, dx, parts, T, *strides, ctx.eps
         backward_kernel[(programs,)](*args, **_shape(dyq, dyk))
         dweights = (None, None) if parts is None else parts.sum(1).to(wq.dtype)
-        return dxq, dxk, *dweights, None, None, None
+        return dx[:, :H], dx[:, H:], *dweights, None, None, None
 
 
 def norm_rope(

@@ -37,9 +37,8 @@ def forward_kernel(GATE, UP, Y, g_stride, u_stride, F, blocks, BLOCK: tl.constex
 
 
 @triton.jit
-def backward_kernel(
-    GATE, UP, DY, DGATE, DUP, g_stride, u_stride, F, blocks, BLOCK: tl.constexpr
-):  # fmt: skip
+def backward_kernel(GATE, UP, DY, DX, g_stride, u_stride, F, blocks, BLOCK: tl.constexpr):
+    """Write the gradients of gate and up to the halves of a row of DX [T, 2·F]."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     j = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(GATE + row * g_stride + j, mask=j < F, other=0.0).to(tl.float32)
@@ -47,8 +46,9 @@ def backward_kernel(
     dy = tl.load(DY + row * F + j, mask=j < F, other=0.0).to(tl.float32)
     s = tl.sigmoid(g)
     dg = dy * u * s * (1.0 + g * (1.0 - s))
-    tl.store(DUP + row * F + j, (dy * g * s).to(DUP.dtype.element_ty), mask=j < F)
-    tl.store(DGATE + row * F + j, dg.to(DGATE.dtype.element_ty), mask=j < F)
+    DX += 2 * row * F + j
+    tl.store(DX + F, (dy * g * s).to(DX.dtype.element_ty), mask=j < F)
+    tl.store(DX, dg.to(DX.dtype.element_ty), mask=j < F)
 
 
 def _grid(x: Tensor) -> tuple[tuple[int], int]:
@@ -72,12 +72,12 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         gate, up = ctx.saved_tensors
-        dgate, dup = (x.new_empty(x.shape) for x in (gate, up))
+        dx = gate.new_empty(len(gate), 2 * gate.shape[1])
         grid, blocks = _grid(gate)
         strides = gate.stride(0), up.stride(0)
-        args = gate, up, dy.contiguous(), dgate, dup, *strides, gate.shape[1], blocks
+        args = gate, up, dy.contiguous(), dx, *strides, gate.shape[1], blocks
         backward_kernel[grid](*args, BLOCK=BLOCK, num_warps=WARPS)
-        return dgate, dup
+        return dx.chunk(2, dim=1)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -139,18 +139,23 @@ class Row(NamedTuple):
 
 
 def activation_bytes(
-    c: ModelConfig, item: int, kind: str, fused: bool = False, adapted: bool = False
+    c: ModelConfig,
+    item: int,
+    kind: str,
+    fused: bool = False,
+    adapted: bool = False,
+    joint: bool = False,
 ) -> tuple[int, int]:
     """Return (kept, recomputed): the bytes per token that each layer keeps for the backward pass,
     and the bytes per token that one layer recomputes in the backward pass. The count follows
     Block.forward and includes the tensors that autograd keeps: 4·D (input and output of two norms),
     q and k before and after norm and rotation, v, attention's result and its copy for o_proj, gate,
     up, silu(gate), and silu(gate) · up. `fused` kernels keep neither the copy for o_proj nor
-    silu(gate).
+    silu(gate). If q, k and v are `joint`, v is a slice of their product, so all of it is kept.
     """
     D, F = c.hidden_size, c.intermediate_size
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    norms = 2 if c.qk_norm else 1  # copies of q and k: before the norm, and rotated
+    norms = 2 if c.qk_norm or joint else 1  # copies of q and k: before the norm, and rotated
     # float32 statistics: one number for each norm, and for each head's softmax
     statistics = 4 * (2 + 2 * c.num_attention_heads + c.num_key_value_heads)
     copies, products = (norms + 1, 3) if fused else (norms + 2, 4)
@@ -203,12 +208,12 @@ def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
     # While several micro-batches are summed, a rank has the unsharded sum instead of its shards.
     summed = several and cfg.reduce_gradients != "micro_batch" and (W > 1 or host)
     kind, layers = cfg.checkpointing, c.num_hidden_layers
-    kept, again = activation_bytes(c, 2, kind, cfg.kernels != "torch", adapted=cfg.lora_r > 0)
+    whole, fused = is_whole(cfg, world), cfg.kernels != "torch"
+    kept, again = activation_bytes(c, 2, kind, fused, cfg.lora_r > 0, whole)
     cached = token_bytes(c)
     key_rows = cached if kind == "none" else cached // layers  # or per layer
     rows = min(T, ops.default_chunk(c.vocab_size, torch.bfloat16, world.device))
     head = c.vocab_size * c.hidden_size if model.lm_head.weight.requires_grad else 0
-    whole = is_whole(cfg, world)
     second = cfg.beta and not (cfg.lora_r or cfg.ref_model)  # a copy of the model
     reference = 4 * n // W + (gathered if whole else root) if second else 0
     dequantized = 2 * c.hidden_size * c.intermediate_size if cfg.load_in_4bit else 0

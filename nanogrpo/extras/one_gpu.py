@@ -6,17 +6,21 @@ no changes. Each module also has a 16-bit copy under the parameter's name, and P
 copy first: an instance's `__dict__` comes before `nn.Module.__getattr__`.
 
 The copies are refreshed before a forward pass if a master weight has changed: its version has, or
-an optimizer has made a step. A fused optimizer does not count up the versions. If
-every parameter is trained and there are no biases, the gradients of the blocks' matrices are
-accumulated in float32 by the matrix product itself (`Products`), without a 16-bit gradient in
-between. All other gradients are added to float32 sums as soon as they are
-complete. FSDP2 on one GPU computes the same, but its hooks take as much host time as the forward
-pass, and it copies each gradient several times. Read before: distributed/fsdp.py.
+an optimizer has made a step. A fused optimizer does not count up the versions.
+
+The copies of q, k and v are slices of one matrix, and so are those of gate and up, so each input is
+multiplied once (`Products`). The gradients of such a matrix are accumulated in float32 by the
+matrix product itself, without a 16-bit gradient in between, and the master weights get slices of
+the sum. All other gradients are added to float32 sums as soon as they are complete. FSDP2 on one
+GPU computes the same, but its hooks take as much host time as the forward pass, and it copies each
+gradient several times. Read before: distributed/fsdp.py.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,45 +32,80 @@ from nanogrpo.kernels.head import add_product
 from nanogrpo.model.decoder import MLP, Attention
 
 
+class Joint:
+    """The 16-bit copies of the weights [O, I] of layers with the same input, in one matrix."""
+
+    def __init__(self, layers: Sequence[Any]):
+        self.masters = [layer._parameters["weight"] for layer in layers]
+        self.sizes = [*map(len, self.masters)]
+        self.weight = torch.cat([layer.weight.detach() for layer in layers])  # [ΣO, I]
+        for layer, part in zip(layers, self.weight.split(self.sizes)):
+            layer.weight.data = part
+
+    def accumulate(self, dy: Tensor, x: Tensor) -> None:
+        """Add dyᵀ x [ΣO, I] to the gradients of the master weights, which are slices of one sum."""
+        total = self.masters[0].grad
+        total = add_product(total if total is None else total._base, dy, x)
+        for master, part in zip(self.masters, total.split(self.sizes)):
+            master.grad = part
+
+
 class Products(torch.autograd.Function):
-    """([(W, its master weight), …], x [T, I]) → x Wᵀ [T, O] for each W. The backward returns only
-    the gradient of x, and adds the other gradients to those of the master weights.
+    """(Joint, x [T, I]) → x Wᵀ [T, O] for each W. The backward returns only the gradient of x, and
+    adds the other gradients to those of the master weights.
     """
 
     @staticmethod
-    def forward(ctx, pairs, x):
+    def forward(ctx, joint, x):
         ctx.save_for_backward(x)
-        ctx.pairs = pairs
-        return tuple(torch.mm(x, copy.T) for copy, _ in pairs)
+        ctx.joint = joint
+        return torch.mm(x, joint.weight.T).split(joint.sizes, dim=1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *dys):
-        (x,), dx = ctx.saved_tensors, None
-        for (copy, master), dy in zip(ctx.pairs, dys):
-            dx = torch.mm(dy, copy) if dx is None else dx.addmm_(dy, copy)  # [T, I]
-            master.grad = add_product(master.grad, dy, x)
-        return None, dx
+        dy = adjoined(dys)
+        ctx.joint.accumulate(dy, *ctx.saved_tensors)
+        return None, torch.mm(dy, ctx.joint.weight)
+
+
+def adjoined(parts: Sequence[Tensor]) -> Tensor:
+    """Return matrices [T, n] next to each other, [T, Σn].
+
+    Triton kernels write the gradients of q and k next to each other, with room for that of v, and
+    those of gate and up. Only a matrix in another place is copied.
+    """
+    (first, *others), sizes = parts, [part.shape[1] for part in parts]
+    if not others:
+        return first
+    base, shape = first._base, (len(first), sum(sizes))
+    if base is None or (base.numel(), first.stride(0)) != (math.prod(shape), shape[1]):
+        base = first.new_empty(shape)
+    out = base.view(shape)
+    for place, part in zip(out.split(sizes, dim=1), parts):
+        if part._base is not base:
+            place.copy_(part)
+    return out
 
 
 def copy_weights(model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Let the model compute with copies of its float32 parameters in another dtype."""
+    """Let the model compute with copies of its parameters in another dtype."""
     copies: dict[Tensor, Tensor] = {}  # by master weight; a tied weight has one copy
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
-            if p.dtype == torch.float32:
-                if p not in copies:
-                    copies[p] = p.detach().to(dtype).requires_grad_(p.requires_grad)
-                    if p.requires_grad:
-                        copies[p].register_post_accumulate_grad_hook(functools.partial(move, p))
-                vars(module)[name] = copies[p]
-    joined = all(p.requires_grad and "bias" not in name for name, p in model.named_parameters())
-    for module in model.modules() if joined else ():
+            if p not in copies:
+                copies[p] = p.detach().to(dtype, copy=True).requires_grad_(p.requires_grad)
+                if p.requires_grad:
+                    copies[p].register_post_accumulate_grad_hook(functools.partial(move, p))
+            vars(module)[name] = copies[p]
+    for module in model.modules():
         if isinstance(module, (Attention, MLP)):
-            layers: Any = [m for m in module.children() if isinstance(m, nn.Linear)]
-            *inner, last = ((m.weight, m._parameters["weight"]) for m in layers)
-            vars(module)["project"] = functools.partial(Products.apply, inner)
-            layers[-1].forward = lambda x, pair=last: Products.apply([pair], x)[0]
+            *inner, last = (m for m in module.children() if isinstance(m, nn.Linear))
+            if all(m.bias is None and m.weight.requires_grad for m in inner):
+                vars(module)["project"] = functools.partial(Products.apply, Joint(inner))
+            if last.bias is None and last.weight.requires_grad:
+                own = functools.partial(Products.apply, Joint([last]))
+                last.forward = lambda x, own=own: own(x)[0]
     versions: list[int] = []
     register_optimizer_step_post_hook(lambda *_: versions.clear())
 
@@ -82,5 +121,6 @@ def copy_weights(model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
 
 def move(master: Tensor, copy: Any) -> None:
     """Add the gradient of a copy to that of its master weight, in float32."""
-    master.grad = copy.grad.float() if master.grad is None else master.grad.add_(copy.grad)
+    grad = copy.grad.to(master.dtype)
+    master.grad = grad if master.grad is None else master.grad.add_(grad)
     copy.grad = None

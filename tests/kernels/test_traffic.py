@@ -70,6 +70,13 @@ def test_matrix_products_are_the_same_in_both():
         assert eager.products.bytes == fused.products.bytes
 
 
+def test_one_gpu_needs_4_products_instead_of_7_and_copies_only_the_gradient_of_v():
+    joint = block_traffic("triton", joint=True)
+    for found, apart, count in zip(joint, block_traffic("triton"), (4, 8)):
+        assert (found.products.launches, apart.products.launches) == (count, 7 * count // 4)
+    assert joint[1].elementwise.names.count("copy_") == 1
+
+
 def test_the_readme_prints_the_traffic():
     text = (ROOT / "kernels" / "README.md").read_text()
     for row in rows():

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import predict
+from nanogrpo.extras import one_gpu
 from nanogrpo.kernels import reference
 from nanogrpo.model import dispatch
 from nanogrpo.model.decoder import Block
@@ -132,10 +133,18 @@ class Attention(torch.autograd.Function):
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors)
 
 
-def block_traffic(kernels: str, cfg: ModelConfig = QWEN3, T: int = TOKENS) -> list[Traffic]:
-    """Return the traffic of a block's forward and of its backward in bfloat16."""
+def block_traffic(
+    kernels: str, cfg: ModelConfig = QWEN3, T: int = TOKENS, joint: bool = False
+) -> list[Traffic]:
+    """Return the traffic of a block's forward and of its backward in bfloat16. joint: as on one GPU
+    without FSDP2 (nanogrpo/extras/one_gpu.py).
+    """
     with torch.device("meta"):
-        block = Block(cfg, 0).to(torch.bfloat16)
+        block = Block(cfg, 0)
+        if joint:
+            one_gpu.copy_weights(block)
+        else:
+            block.to(torch.bfloat16)
         shape = T, cfg.hidden_size
         x, residual = (
             torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)
@@ -147,7 +156,7 @@ def block_traffic(kernels: str, cfg: ModelConfig = QWEN3, T: int = TOKENS) -> li
             out = block(x, residual, cos, sin, lambda layer, *qkv: Attention.apply(*qkv[:3]))
         dout = [torch.empty_like(y) for y in out]
         with backward.counting():
-            torch.autograd.grad(out, [x, residual, *block.parameters()], dout)
+            torch.autograd.grad(out, [x, residual, *(() if joint else block.parameters())], dout)
     return [forward, backward]
 
 
