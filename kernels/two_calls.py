@@ -1,16 +1,14 @@
 """Attend to a shared prompt in a second call of FlashAttention, so that no key is copied.
 
-In: queries [T, H, E], keys and values [T, K, E], and the sequences (`Strip`). In the first call,
-each sequence attends to its own rows. In the second, all completions of a prompt attend to the
-prompt, as one sequence.
-Out: the attention output [T, H, E]. Read next: triton/attention.py, which needs only one call.
+In: the sequences (`Strip`). Out: the bounds of two calls, and their merged results. In the first
+call, each sequence attends to its own rows. In the second, all completions of a prompt attend to
+the prompt, as one sequence. nanogrpo/model/gpu_attention.py calls flash-attn 4 in this way. Read
+next: triton/attention.py, which needs only one call.
 
 Equation.   Over the keys of part p: lse_p = log Σ_j exp(q·k_j / √E) and out_p = Σ_j exp(q·k_j / √E
             - lse_p) v_j. Then lse = log Σ_p exp(lse_p) and out = Σ_p exp(lse_p - lse) out_p.
-Backward.   The probability of a key is exp(q·k_j / √E - lse), in whichever part it is. So the
-            backward pass of a part is that of FlashAttention, with the merged out and lse. The
-            gradients of the parts are added.
-Status.     Not run on a GPU yet.
+Backward.   The probability of a key is exp(q·k_j / √E - lse), in whichever part it is. Autograd
+            computes it from the gradient of each lse_p, which flash-attn 4 accepts.
 """
 
 import functools
@@ -19,7 +17,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .reference.attention import Bounds, Strip
 from .sharing import sharing
@@ -35,42 +32,6 @@ def merged(parts: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
     lse = each.logsumexp(0)
     weights = (each - lse).exp().transpose(1, 2).unsqueeze(3)  # [2, T, H, 1]
     return sum(w * out for w, out in zip(weights, outs)).to(outs[0].dtype), lse
-
-
-def _bounds(at):
-    return at.cu_q, at.cu_k, at.max_q, at.max_k, 0.0, at.causal  # without dropout
-
-
-def flash_forward(q, k, v, at):
-    """Return output, log-sum-exp, and two tensors that the backward pass needs."""
-    return torch.ops.aten._flash_attention_forward(q, k, v, *_bounds(at), False)[:4]
-
-
-def flash_backward(dy, q, k, v, at, *saved):
-    """Return the gradients of q, k and v. `saved` is the result of `flash_forward`."""
-    out, lse, *state = saved
-    return torch.ops.aten._flash_attention_backward(dy, q, k, v, out, lse, *_bounds(at), *state)
-
-
-class _Calls(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, calls):
-        parts = [flash_forward(q, k, v, at) for at in calls]
-        out, lse = merged(parts)
-        ctx.calls, ctx.states = calls, [part[2:] for part in parts]
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        q, k, v, out, lse = ctx.saved_tensors
-        # With the merged out and lse, each call computes the probabilities over all keys.
-        grads = [
-            flash_backward(dy, q, k, v, at, out, lse, *state)
-            for at, state in zip(ctx.calls, ctx.states)
-        ]
-        return *map(sum, zip(*grads)), None
 
 
 @functools.lru_cache(maxsize=1)  # for all layers
@@ -95,10 +56,3 @@ def calls_of(strip: Strip) -> list[Bounds]:
     keys += [keys[-1], ends[-1]]
     cu_q, cu_k = (strip.cu_seqlens.new_tensor(x) for x in (queries, keys))
     return [own, Bounds(cu_q, longest, cu_k, strip.max_len, causal=False)]
-
-
-def two_calls(q: Tensor, k: Tensor, v: Tensor, strip: Strip) -> Tensor:
-    """Call torch's FlashAttention for the own rows of each sequence, and again for the shared
-    prompts (CUDA, half precision), and merge the results.
-    """
-    return _Calls.apply(q, k, v, calls_of(strip))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanogrpo.errors import UserError
 from nanogrpo.kernels.reference.attention import Bounds, Strip, attention
-from nanogrpo.kernels.two_calls import calls_of, merged, two_calls
+from nanogrpo.kernels.two_calls import calls_of, merged
 
 Backend = Callable[[Tensor, Tensor, Tensor, Strip], Tensor]
 
@@ -55,7 +55,7 @@ def deterministic() -> bool:
 
 
 def flash4(q: Tensor, k: Tensor, v: Tensor, strip: Strip) -> Tensor:
-    """Call flash-attn 4 (CUDA, half precision, Hopper and Blackwell), in two calls as `two_calls`.
+    """Call flash-attn 4 (CUDA, half precision, Hopper and Blackwell), in two calls (two_calls.py).
 
     This has not run on a GPU yet.
     """
@@ -92,7 +92,6 @@ def triton(q: Tensor, k: Tensor, v: Tensor, strip: Strip) -> Tensor:
 
 BACKENDS: dict[str, Any] = {
     "torch": varlen,
-    "two-call": two_calls,
     "flash4": flash4,
     "triton": triton,
 }

@@ -11,11 +11,10 @@ import types
 import pytest
 import torch
 from nanogrpo.kernels.reference.attention import Bounds
-from nanogrpo.kernels.two_calls import calls_of, two_calls
+from nanogrpo.kernels.two_calls import calls_of
 
 from nanogrpo.errors import UserError
 from nanogrpo.extras.window import FULL, SLIDING, Windows
-from nanogrpo.kernels import two_calls as merging
 from nanogrpo.model import gpu_attention
 from nanogrpo.model.gpu_attention import flash4, sdpa, triton, varlen
 from tests.conftest import (
@@ -25,7 +24,7 @@ from tests.conftest import (
     random_tokens,
     tiny_model,
 )
-from tests.kernels.masks import draw, exact, part, products, strip_of
+from tests.kernels.masks import draw, exact, part, strip_of
 
 
 @pytest.mark.parametrize(("causal", "window"), [(True, 0), (False, 0), (True, 1), (True, 4)])
@@ -103,19 +102,9 @@ def seen(at):
     return mask.tril() if at.causal else mask
 
 
-def call_backward(dy, q, k, v, at, out, lse, *_):
-    """Compute FlashAttention's backward pass, with the probabilities of the given lse."""
-    with torch.enable_grad():
-        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        x, dp = products(*inputs[:2]) / q.shape[2] ** 0.5, products(dy, inputs[2])
-    p = (x - lse[..., None]).exp() * seen(at)
-    ds = p * (dp - (dy * out).sum(2).T[..., None])
-    return torch.autograd.grad([x, dp], inputs, [ds, p])
-
-
 @pytest.fixture
 def installed(monkeypatch):
-    """Replace flash-attn 4 and torch's FlashAttention, and return the options of the calls."""
+    """Replace flash-attn 4, and return the options of the calls."""
     calls: list[dict] = []
 
     def function(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
@@ -127,12 +116,10 @@ def installed(monkeypatch):
     module.flash_attn_varlen_func = function
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
-    monkeypatch.setattr(merging, "flash_forward", lambda q, k, v, at: part(q, k, v, seen(at)))
-    monkeypatch.setattr(merging, "flash_backward", call_backward)
     return calls
 
 
-@pytest.mark.parametrize("fast", [two_calls, flash4, sdpa])
+@pytest.mark.parametrize("fast", [flash4, sdpa])
 @pytest.mark.parametrize("groups", GROUPS)
 def test_two_calls_are_one(fast, groups, installed):
     """In float64, gradients included. The longest lengths are those of the calls."""
@@ -156,14 +143,13 @@ def test_a_backend_is_chosen_on_request(monkeypatch):
     chosen = gpu_attention.backend.__wrapped__  # without the cache
 
     assert chosen("cuda", torch.bfloat16) is varlen
-    for name, expected in (("flash4", flash4), ("two-call", two_calls)):
-        monkeypatch.setenv("NANOGRPO_ATTENTION", name)
-        assert chosen("cuda", torch.bfloat16) is expected
-        assert chosen("cuda", torch.bfloat16, 128, 9).func is varlen  # the others have no windows
-        # they compute in half precision only, and for some sizes of heads
-        assert chosen("cpu", torch.float32) is sdpa
-        assert chosen("cuda", torch.float32) is sdpa
-        assert chosen("cuda", torch.bfloat16, 12) is sdpa
+    monkeypatch.setenv("NANOGRPO_ATTENTION", "flash4")
+    assert chosen("cuda", torch.bfloat16) is flash4
+    assert chosen("cuda", torch.bfloat16, 128, 9).func is varlen  # flash4 has no windows
+    # it computes in half precision only, and for some sizes of heads
+    assert chosen("cpu", torch.float32) is sdpa
+    assert chosen("cuda", torch.float32) is sdpa
+    assert chosen("cuda", torch.bfloat16, 12) is sdpa
     monkeypatch.setenv("NANOGRPO_ATTENTION", "flash")
     with pytest.raises(UserError, match=r"^NANOGRPO_ATTENTION is 'flash': use one of torch, "):
         chosen("cuda", torch.bfloat16)
@@ -184,9 +170,7 @@ def test_our_call_fits_flash_attn(installed):
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize(
-    ("fast", "window"), [(varlen, 0), (varlen, 40), (flash4, 0), (two_calls, 0), (triton, 0)]
-)
+@pytest.mark.parametrize(("fast", "window"), [(varlen, 0), (varlen, 40), (flash4, 0), (triton, 0)])
 def test_fast_backends_agree_with_the_equation(fast, window, shared, causal):
     """With grouped queries. flash-attn 4 has no backward before Hopper."""
     if fast is flash4:
