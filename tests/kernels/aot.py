@@ -166,7 +166,6 @@ def contracts() -> dict[str, Launch]:
         narrow = replace(table[name], options={**options, "KEYS": options["KEYS"] // 2})
         table[f"{name}, narrow"] = narrow
     weight, x = meta(D, F, frozen=True), meta(16, F, frozen=True)
-    add("nf4.quantize", nf4_kernels.nf4_quantize, weight)
     sizes = D * F // 2, D * F // 64, D * F // 64 // 256
     packed, codes, least = (meta(n, dtype=torch.uint8) for n in sizes)
     q = nf4_reference.Quantized(packed, codes, least.float(), least[0].float(), weight.shape)
@@ -275,7 +274,7 @@ WIDEST = ("rows", "rows, fp32", "rows, odd stride", "rows, odd stride, fp32")
 WIDEST += ("terms", "terms, on policy", "norm.backward", "rope.backward", "swiglu.backward")
 WIDEST += ("rope.backward, 64 heads", "gather.sum", "paged.attend", "paged.combine")
 WIDEST += ("sample.totals", "sample.counts", "sample.pick")
-WIDEST += ("nf4.quantize", "nf4.dequantize", "nf4.matmul")
+WIDEST += ("nf4.dequantize", "nf4.matmul")
 WIDEST += ("exact.product", "exact.attend")
 ARCHS = (80, 86, 89, 90, 100, 120)  # A100, RTX 3090, RTX 4090, H100, B200, RTX 5090
 ATTENTION = ("attention.forward", "attention.queries", "attention.keys")

@@ -150,7 +150,7 @@ def quantized(weight: Tensor) -> Quantized:
     """Quantize a weight whose size is a multiple of BLOCK, and then the absmax of its blocks. If
     any block has an inf or NaN, none of the quantized weights is finite.
     """
-    packed, absmax = functions_for(weight.device).nf4_quantize(weight)
+    packed, absmax = nf4_reference.nf4_quantize(weight)
     return Quantized(packed, *quantize_absmax(absmax), weight.shape)
 
 

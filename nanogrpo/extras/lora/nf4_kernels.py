@@ -1,15 +1,15 @@
-"""Kernels for 4-bit NF4 weights: quantize, dequantize, and multiply a few rows of x by a weight.
+"""Kernels for 4-bit NF4 weights: dequantize, and multiply a few rows of x by a weight.
 
-In: a weight whose size is a multiple of 64, in bf16, fp16 or fp32. Out: a `Quantized`
-(nf4_reference.py) with two codes per byte. From a `Quantized`, the other kernels compute the weight
-in bf16, fp16 or fp32, or the product of x [rows, in] and the weight. Four-bit weights are frozen
-(QLoRA, Dettmers et al. 2023, arXiv 2305.14314), so there is no backward pass. Read next: nf4.py.
+In: a `Quantized` with two codes per byte, which nf4_reference.py makes on any device. Out: the
+weight in bf16, fp16 or fp32, or the product of x [rows, in] and the weight. Four-bit weights are
+frozen (QLoRA, Dettmers et al. 2023, arXiv 2305.14314), so there is no backward pass. Read next:
+nf4.py.
 
 Equation.   For each block of 64 weights: a = max |w|;  c = argmin_c |w/a - NF4[c]|;  ŵ = NF4[c] a
             The a of 256 blocks are themselves quantized, in PyTorch: a' = max |a - ā|, with the
             mean ā of all a;  d = argmin_d |(a - ā)/a' - DYNAMIC[d]|;  â = DYNAMIC[d] a' + ā
 Code.       c is the number of midpoints between neighbors in NF4 that are below w/a.
-Exactness.  The results equal those of bitsandbytes on a CPU, bit for bit. So ŵ is rounded once,
+Exactness.  The weights equal those of bitsandbytes on a CPU, bit for bit. So ŵ is rounded once,
             from float32. DYNAMIC[d] a' + ā is rounded twice, without a fused multiply-add.
 Product.    y = x Ŵᵀ with ŵ rounded to the dtype of x, as if it had been dequantized first. The
             tensor cores need x padded to 16 rows. One program per 64 rows of W would leave most of
@@ -18,7 +18,7 @@ Bytes.      A weight takes 1/2 + 1/64 + 4/2¹⁴ = 0.516 bytes. Dequantizing to 
             bytes per weight, the product 0.516, and a product with a bfloat16 weight 2 bytes.
             For 4096 · 12,288 weights at 4.3 TB/s, these three operations take 29 µs, 6 µs and 23
             µs.
-Reference.  `nf4_quantize`, `nf4_dequantize` and `nf4_matmul` in nf4_reference.py.
+Reference.  `nf4_dequantize` and `nf4_matmul` in nf4_reference.py.
 """
 
 from __future__ import annotations
@@ -41,28 +41,6 @@ SIZE = 128  # sums per program of `sum`
 BLOCK = tl.constexpr(64)
 BYTES = tl.constexpr(32)
 NESTED_BLOCK = tl.constexpr(256)
-
-
-@triton.jit
-def quantize_kernel(W, MIDPOINTS, PACKED, ABSMAX, blocks, BLOCKS: tl.constexpr):
-    """Each program quantizes BLOCKS blocks."""
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    here = block < blocks
-    at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    w = tl.load(W + at, mask=here[:, None], other=0.0).to(tl.float32)
-    # The bits are compared as integers: magnitudes keep their order, and NaN is the largest.
-    magnitude = w.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    absmax = tl.max(magnitude, 1).to(tl.float32, bitcast=True)
-    # Triton would make the number 1e-38 a float64, because it is subnormal in float32
-    least = tl.full((BLOCKS,), 1e-38, tl.float32)
-    x = w * tl.div_rn(1.0, tl.maximum(absmax, least, tl.PropagateNan.ALL))[:, None]
-    code = tl.full((BLOCKS, BLOCK), 15, tl.int32)
-    for i in tl.static_range(15):
-        code -= (x <= tl.load(MIDPOINTS + i)).to(tl.int32)
-    first, second = tl.split(code.reshape(BLOCKS, BYTES, 2))
-    at = block[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
-    tl.store(PACKED + at, (first << 4 | second).to(tl.uint8), mask=here[:, None])
-    tl.store(ABSMAX + block, absmax, mask=here)
 
 
 @triton.jit
@@ -134,19 +112,6 @@ def sum_kernel(PARTS, Y, n, parts, SIZE: tl.constexpr):
     for part in range(parts):
         y += tl.load(PARTS + part * n + i, mask=i < n, other=0.0)
     tl.store(Y + i, y.to(Y.dtype.element_ty), mask=i < n)
-
-
-def nf4_quantize(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize n weights, where n is a multiple of 64. Return `packed` [n/2], and absmax
-    [n/64] in float32.
-    """
-    blocks = w.numel() // BLOCK.value
-    packed = w.new_empty(blocks * BYTES.value, dtype=torch.uint8)
-    absmax = w.new_empty(blocks, dtype=torch.float32)
-    midpoints = nf4_reference.midpoints(nf4_reference.NF4).to(w.device)
-    args = w.detach().contiguous(), midpoints, packed, absmax, blocks
-    quantize_kernel[(triton.cdiv(blocks, BLOCKS),)](*args, BLOCKS=BLOCKS, num_warps=WARPS)
-    return packed, absmax
 
 
 def nf4_dequantize(q: Quantized, dtype: torch.dtype) -> Tensor:

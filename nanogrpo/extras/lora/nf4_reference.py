@@ -1,5 +1,5 @@
-"""NF4 weights (four bits each) in plain PyTorch. This code runs on a CPU, and nf4_kernels.py must
-give the same results.
+"""NF4 weights (four bits each) in plain PyTorch. Weights are quantized here on any device, once per
+run. The rest runs on a CPU, and nf4_kernels.py must give the same results.
 
 In: a weight of any float type, with a multiple of 64 elements. Out: a `Quantized`, or the weight
 computed from it, or the product of x [rows, in] and the weight. Read next: nf4_kernels.py (the
