@@ -55,6 +55,17 @@ def product(a, b):
 
 
 @triton.jit
+def add_keys(m, l, o, x, v):
+    """Return the running maximum m and sum l [rows] and result o [rows, E] with more keys, which
+    have the scores x [rows, keys] in base 2, and the values v [keys, E].
+    """
+    m_new = tl.maximum(m, tl.max(x, 1))
+    p = tl.exp2(x - m_new[:, None])
+    a = tl.exp2(m - m_new)
+    return m_new, l * a + tl.sum(p, 1), o * a[:, None] + product(p, v)
+
+
+@triton.jit
 def place(r, KV, HEADS):
     """Return the query of each row, and where its head is in a tensor [T · H, E]."""
     i = r // HEADS
@@ -121,12 +132,7 @@ def forward_kernel(
         keys = ranges[EDGE]
         for t in tl.range(0, count(keys, KEYS)):
             _, v, x = scores(t, q, i, keys, K, V, KV, E, KEYS, EDGE)
-            m_new = tl.maximum(m, tl.max(x, 1))
-            p = tl.exp2(x - m_new[:, None])
-            a = tl.exp2(m - m_new)
-            l = l * a + tl.sum(p, 1)
-            o = o * a[:, None] + product(p, v)
-            m = m_new
+            m, l, o = add_keys(m, l, o, x, v)
     store(Y, at, o / l[:, None], r < stop, E)
     tl.store(LSE + at, m + tl.log2(l), mask=r < stop)
 

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from ..exact import QUERIES
+from .attention import add_keys
 from .log_softmax import LOG2E
 from .rope import adjacent
 
@@ -90,11 +91,7 @@ def attend_kernel(
         values = tl.load(V + at[:, None] + e[None, :], mask=there, other=0.0)
         x = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale  # [Q, KEYS]
         x = tl.where((block + n)[None, :] < (seen + query)[:, None], x, float("-inf"))
-        m_new = tl.maximum(m, tl.max(x, 1))
-        p, a = tl.exp2(x - m_new[:, None]), tl.exp2(m - m_new)
-        o = o * a[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
-        l = l * a + tl.sum(p, 1)
-        m = m_new
+        m, l, o = add_keys(m, l, o, x, values)
     at = (row * tl.num_programs(1) * HEADS * E + head)[:, None] + e[None, :]
     tl.store(Y + at, (o / l[:, None]).to(Y.dtype.element_ty), mask=mine)
 

@@ -29,6 +29,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
+from .attention import add_keys
 from .log_softmax import LOG2E
 from .rope import adjacent
 
@@ -82,13 +83,8 @@ def attend_kernel(
         keys = tl.load(KEYS + at[:, None] + e, mask=there, other=0.0)  # [PAGE, E_PAD]
         x = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale  # [HEADS_PAD, PAGE]
         x = tl.where(seen[None, :], x, float("-inf"))
-        m_new = tl.maximum(m, tl.max(x, 1))
-        p = tl.exp2(x - m_new[:, None])
-        a = tl.exp2(m - m_new)
         values = tl.load(VALUES + at[:, None] + e, mask=there, other=0.0)
-        o = o * a[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
-        l = l * a + tl.sum(p, 1)
-        m = m_new
+        m, l, o = add_keys(m, l, o, x, values)
     at = (row * KV * HEADS + head) * PARTS + part
     tl.store(MAXIMA + at, m, mask=g < HEADS)
     tl.store(TOTALS + at, l, mask=g < HEADS)
