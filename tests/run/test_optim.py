@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from bench import predict
 from nanogrpo import Config
 from nanogrpo.errors import UserError
 from nanogrpo.extras import memory
@@ -18,7 +19,7 @@ from nanogrpo.extras.optim import Optim
 from nanogrpo.extras.options import CHOICES
 from nanogrpo.model import checkpoint
 from nanogrpo.run import optim
-from tests.conftest import write_base
+from tests.conftest import SOLO, write_base
 
 GOOD = Config(model="base", data=("arithmetic",))
 KINDS = CHOICES["lr_scheduler_type"]
@@ -102,8 +103,8 @@ def test_eight_bits_take_as_much_memory_as_estimated(tmp_path):
     moments = [s[kind] for s in optimizer.state.values() for kind in ("exp_avg", "exp_avg_sq")]
     tensors = [[m.codes, m.scale, m.qmap] if hasattr(m, "codes") else [m] for m in moments]
     found = sum(t.nbytes for parts in tensors for t in parts)
-    estimates = [
-        memory.moment_bytes(checkpoint.empty_model(base), cfg, 1) for cfg in (CFG, Config())
-    ]
+    inputs = predict.inputs(checkpoint.empty_model(base), SOLO, 10)
+    tables = [memory.table(inputs, cfg) for cfg in (CFG, Config())]
+    estimates = [row.bytes for table in tables for row in table if row.name == "optimizer"]
     assert found == pytest.approx(estimates[0], rel=0.02)
     assert found < 0.5 * estimates[1]
