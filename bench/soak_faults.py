@@ -65,7 +65,7 @@ MODES = {
     "two ranks": Mode(ranks=2),
     "torchrun": Mode(ranks=2, torchrun=True, start=8.0),
     "LoRA": Mode("--lora-r 4 --num-iterations 2"),
-    "reference": Mode("--beta 0.05 --sync-ref-model --ref-model-sync-steps 3"),
+    "reference": Mode("--beta 0.05 --ref-model-sync-steps 3"),
     "dynamic sampling": Mode("--max-resample-times 2"),
     "two ranks, all of it": Mode("--lora-r 4 --beta 0.05 --max-resample-times 1", ranks=2),
     "server": Mode(server="fake"),
@@ -98,7 +98,7 @@ class Run:
         self.argv = ["--model", str(base), "--output-dir", str(self.output), *OPTIONS]
         self.argv += mode.options.split()
         if mode.server == "own":
-            self.argv += ["--engine", "vllm", "--vllm-python", PYTHON, "--server-timeout", "20"]
+            self.argv += ["--engine", "vllm", "--server-timeout", "20"]
             self.argv += [f"--vllm-options={' '.join(CPU[2:])}"]
         if mode.server == "fake":
             self.server = FakeServer(base, folder / "network")
@@ -110,7 +110,7 @@ class Run:
         self.starts += 1
         # tests/ is not in this path, because ranks would then import tests/vllm instead of vLLM.
         env = {"PYTHONPATH": str(ranks.ROOT), "TMPDIR": str(self.folder / "tmp")}
-        env["SOAK"] = self.mark
+        env["SOAK"], env["NANOGRPO_VLLM_PYTHON"] = self.mark, PYTHON
         if self.server:
             env[SECRET] = self.server.secret
         if self.mode.torchrun:

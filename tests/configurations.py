@@ -82,7 +82,7 @@ ROWS = {
     ),
     "cosine schedule": Row("--lr-scheduler-type cosine --warmup-steps 2 --weight-decay 0.1"),
     "evaluation of averaged weights": Row(
-        "--ema-decay 0.5 --eval-steps 1 --eval-data FILES/uneven.jsonl"
+        "--ema-decay 0.5 --eval-steps 1 --eval-data FILES/uneven.jsonl", recipe="ema"
     ),
     "the same bits in engine and trainer": Row("--bitwise --steps-per-generation 2 --beta 0.1"),
     "evaluation": Row("--eval-steps 2 --eval-data FILES/uneven.jsonl"),
@@ -100,7 +100,7 @@ ROWS = {
         base={"layers": Windows(4, (FULL, SLIDING))},
     ),
     "reference follows the policy": Row(
-        "--beta 0.05 --sync-ref-model --ref-model-sync-steps 1 --ref-model-mixup-alpha 0.3"
+        "--beta 0.05 --ref-model-sync-steps 1 --ref-model-mixup-alpha 0.3"
     ),
     "environments": Row(
         # a user's function receives copies of the environments, in a process of its own
@@ -113,8 +113,7 @@ ROWS = {
         tolerance=1e-3,
     ),
     "adapters": Row(
-        "--lora-r 4 --use-rslora --beta 0.05 --num-iterations 2 --gradient-checkpointing full"
-        " --token-budget 60",
+        "--lora-r 4 --beta 0.05 --num-iterations 2 --gradient-checkpointing full --token-budget 60",
         base={"tie_word_embeddings": True},
     ),
     "adapters on a base in bfloat16": Row("--lora-r 4 --lora-base-dtype bfloat16", ranks=False),

@@ -124,7 +124,7 @@ BAD = [
     ("steps_per_generation", 3),
     ("steps_per_generation", 16),
     ("report_to", ("none", "wandb")),
-    ("sync_ref_model", True),
+    ("ref_model_sync_steps", 9),
     *((name, "nonsense") for name in CHOICES),
     *((name, ("nonsense",)) for name in CHOICES if isinstance(FIELDS[name].default, tuple)),
     *(
@@ -199,21 +199,21 @@ RANGES = {
     " cache_tokens"
     " max_steps num_iterations token_budget learning_rate adam_epsilon ddp_timeout"
     " server_timeout vllm_importance_sampling_clip_max lora_alpha ref_model_mixup_alpha"
-    " ref_model_sync_steps generation_batch_size steps_per_generation"
+    " generation_batch_size steps_per_generation"
     " num_generations_eval",
     "at least 0": "top_k epsilon epsilon_high beta warmup_steps weight_decay max_grad_norm"
     " num_train_epochs eval_steps eval_samples"
     " off_policy_mask_threshold entropy_coef "
     "  reward_timeout save_steps num_completions_to_print"
-    " max_prompt_length save_total_limit seed max_staleness max_resample_times"
+    " max_prompt_length ref_model_sync_steps save_total_limit seed max_staleness max_resample_times"
     " vllm_importance_sampling_clip_min lora_r adam_beta1 adam_beta2 top_entropy_quantile"
-    " max_tool_calling_iterations tool_timeout eval_temperature ema_decay",
+    " max_tool_calling_iterations tool_timeout eval_temperature",
     "above 1": "delta",
     "at least 2": "num_generations",
 }
 LARGEST = {
     "<= 1": "top_p top_entropy_quantile ref_model_mixup_alpha",
-    "< 1": "epsilon adam_beta1 adam_beta2 ema_decay",
+    "< 1": "epsilon adam_beta1 adam_beta2",
     "<= 1e7": "reward_timeout server_timeout ddp_timeout tool_timeout",
     "<= 65536": "max_concurrent",
     f"< {2**63}": "seed",
@@ -255,7 +255,7 @@ def test_an_option_that_needs_another_is_valid_with_it():
         assert set(wanted.split("|")) <= {"", *CHOICES.get(other, ())}
         for choice in wanted.split("|") if wanted else [other_value(other)]:
             values = {name: other_value(name), other: choice}
-            if other == "sync_ref_model":
+            if other == "ref_model_sync_steps":
                 values["beta"] = 0.1
             if "load_best_model_at_end" in values:
                 values |= {"load_best_model_at_end": True, "eval_steps": 7, "save_steps": 7}

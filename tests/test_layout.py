@@ -280,7 +280,7 @@ def test_the_help_is_short(capsys):
 
 def test_the_options_are_few():
     assert len(dataclasses.fields(config.Config)) <= 55
-    assert len(dataclasses.fields(options.Config)) <= 112
+    assert len(dataclasses.fields(options.Config)) <= 108
 
 
 @pytest.mark.parametrize("name", ALONE)

@@ -152,10 +152,13 @@ MISTAKES = [
         "--vllm-importance-sampling-mode sequence_mask cannot be used with --loss-type vespo",
     ),
     # --- the reference model ---
-    ("--sync-ref-model", "--sync-ref-model is True, which has no effect without --beta: set that"),
     (
-        "--sync-ref-model --beta 0.1 --lora-r 4",
-        "--sync-ref-model cannot be used with --lora-r, because the reference is then no copy",
+        "--ref-model-sync-steps 9",
+        "--ref-model-sync-steps is 9, which has no effect without --beta: set that",
+    ),
+    (
+        "--ref-model-sync-steps 9 --beta 0.1 --lora-r 4",
+        "--ref-model-sync-steps cannot be used with --lora-r, because the reference is then no copy",
     ),
     # --- vLLM ---
     (

@@ -448,8 +448,8 @@ def test_all_mistakes_are_reported_together(tmp_path):
     expected = ["--config", "lr", "resume_from", "--fp16"]
     assert firsts(parse, ["--config", f"{tmp_path}/c.yaml"]) == expected
     assert firsts(Config(model="m", top_p=2.0).validate) == ["--data", "--top-p"]
-    cfg = Config(model="m", data=("d",), use_rslora=True, delta=2.0, loss_type="sapo")
-    assert firsts(cfg.validate) == ["--delta", "--use-rslora"]
+    cfg = Config(model="m", data=("d",), lora_adapter="a", delta=2.0, loss_type="sapo")
+    assert firsts(cfg.validate) == ["--delta", "--lora-adapter"]
 
 
 # --- files ----------------------------------------------------------------------------------------

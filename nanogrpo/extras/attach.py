@@ -41,7 +41,6 @@ extras, off by default (--help-all has their options, and says more about each o
   --freeze-vision-tower       vision-language models (docs/vision.md)
   --dataset-config, …         data sets of the hub, CSV, Parquet, reasoning-gym (docs/data.md)
   --load-best-model-at-end    keep the best checkpoint
-  --ema-decay                 evaluate a moving average of the weights
   --report-to                 TensorBoard, Trackio, Weights & Biases
   --log-completions, …        write and print the completions of each step
   --log-tokens                record every token for `nanogrpo view`
@@ -167,7 +166,7 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
         from nanogrpo.extras.reference import OtherReference
 
         yield OtherReference(cfg)
-    if cfg.sync_ref_model:
+    if cfg.ref_model_sync_steps:
         from nanogrpo.extras.reference import SyncReference
 
         yield SyncReference(cfg)
@@ -199,10 +198,6 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
         from nanogrpo.extras.best import Best
 
         yield Best(cfg)
-    if cfg.ema_decay:
-        from nanogrpo.extras.ema import EMA
-
-        yield EMA(cfg)
     if cfg.report_to != ("none",):
         from nanogrpo.extras.dashboards import Dashboards
 

@@ -27,7 +27,7 @@ wandb        --report-to wandb
 vision       pictures in prompts
 tools        --tools, --environment-factory
 torchao      --optim adamw_torch_8bit
-vllm         --engine vllm, unless --vllm-python has it
+vllm         --engine vllm, unless $NANOGRPO_VLLM_PYTHON has it
 """
 
 

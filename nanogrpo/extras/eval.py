@@ -48,8 +48,8 @@ TAKEN = """
     num_generations_eval eval_temperature eval_samples max_completion_length seed
 """
 OPTIONS = f"""{TAKEN}
-    model overwrite_output_dir engine max_concurrent cache_tokens server vllm_python vllm_options
-    vllm_gpus weight_transport server_timeout device ddp_timeout
+    model overwrite_output_dir engine max_concurrent cache_tokens server vllm_options vllm_gpus
+    weight_transport server_timeout device ddp_timeout
 """
 LOWER = "a lower --max-concurrent or --cache-tokens"
 PROGRAM = cli.parser(Config, OPTIONS.split(), "nanogrpo eval MODEL [options]", DESCRIPTION)

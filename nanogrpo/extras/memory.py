@@ -258,7 +258,7 @@ def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
             if not cfg.vllm_enable_sleep_mode:  # a sleeping server keeps only its workspaces
                 out.append(Row("vLLM: weights", copy, of_server=True))
                 out.append(Row(f"vLLM: {cache.name}", cache.bytes, of_server=True))
-    saved = (4 * trained + (4 * n if cfg.sync_ref_model else 0)) // W + moments
+    saved = (4 * trained + (4 * n if cfg.ref_model_sync_steps else 0)) // W + moments
     if main:  # rank 0 also gathers the weights, in the dtype of the files
         saved += model.saved_dtype.itemsize * n
     return [*out, Row("a checkpoint that is being written", saved, on_host=True)]

@@ -270,9 +270,11 @@ class ReferenceOptions(Core):
         " before training",
         needs="beta",
     )
-    sync_ref_model: bool = option(
-        False,
-        "update the reference model periodically: ref = alpha*policy + (1 - alpha)*ref",
+    ref_model_sync_steps: int = option(
+        0,
+        "steps between updates of the reference model, ref = alpha*policy + (1 - alpha)*ref, such"
+        " as 512; 0: never",
+        ">= 0",
         needs="beta",
     )
     ref_model_mixup_alpha: float = option(
@@ -280,18 +282,15 @@ class ReferenceOptions(Core):
         "alpha, the policy's share; 1: the reference becomes a copy of the policy",
         "> 0",
         "<= 1",
-        needs="sync_ref_model",
-    )
-    ref_model_sync_steps: int = option(
-        512, "steps between these updates of the reference", "> 0", needs="sync_ref_model"
+        needs="ref_model_sync_steps",
     )
 
     def problems(self) -> Iterator[str]:
         for other in ("ref_model", "lora_r"):
-            if self.sync_ref_model and getattr(self, other, False):
+            if self.ref_model_sync_steps and getattr(self, other, False):
                 yield (
-                    f"--sync-ref-model cannot be used with --{dashed(other)}, because the reference"
-                    " is then no copy of the policy: leave one of them out."
+                    f"--ref-model-sync-steps cannot be used with --{dashed(other)}, because the"
+                    " reference is then no copy of the policy: leave one of them out."
                 )
 
 
@@ -476,20 +475,6 @@ class BestOptions(Core):
 
 
 @dataclass(frozen=True)
-class EMAOptions(Core):
-    """An average of the weights for evaluations."""
-
-    ema_decay: float = option(
-        0.0,
-        "evaluate a moving average of the weights, which keeps this share of itself at each step;"
-        " 0: evaluate the weights",
-        ">= 0",
-        "< 1",
-        needs="eval_steps",
-    )
-
-
-@dataclass(frozen=True)
 class CompletionsOptions(Core):
     """The completions of each step, and their tokens."""
 
@@ -515,7 +500,6 @@ class CompletionsOptions(Core):
 class Config(  # the last base class comes first in `--help-all`
     CompletionsOptions,
     DashboardOptions,
-    EMAOptions,
     BestOptions,
     DataOptions,
     VisionOptions,

@@ -1,14 +1,14 @@
 """Frozen models next to the policy: another reference (--ref-model), the teachers of recipes, and a
-reference that follows the policy (--sync-ref-model, as in TRL).
+reference that follows the policy (--ref-model-sync-steps, as in TRL).
 
 With --ref-model, the KL of --beta is that to another checkpoint. If this model is better than the
 policy, that is distillation: with --use-bias-correction-kl, the gradient of the KL is that of one
 advantage per token, β·(log π_ref - log π).
 
-With --sync-ref-model, every `ref_model_sync_steps` steps, reference ← α · policy + (1 - α) ·
-reference, with α = `ref_model_mixup_alpha`. Policy and reference are sharded in the same way, so
-each rank mixes its own shards without communication. In: a run with a reference model. Out: another
-or a changed reference, and the tensors that a checkpoint needs to resume the run. Read before:
+Every `ref_model_sync_steps` steps, reference ← α · policy + (1 - α) · reference, with α =
+`ref_model_mixup_alpha`. Policy and reference are sharded in the same way, so each rank mixes its
+own shards without communication. In: a run with a reference model. Out: another or a changed
+reference, and the tensors that a checkpoint needs to resume the run. Read before:
 nanogrpo/feature.py.
 """
 

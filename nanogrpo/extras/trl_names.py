@@ -76,6 +76,8 @@ TRANSLATED = table(
     resume_from_checkpoint
         `true` is `--resume`, which continues from the last checkpoint in `--output-dir`; to
         continue from an earlier checkpoint, delete the later ones
+    sync_ref_model
+        `true` is `--ref-model-sync-steps 512`, unless another number is given; `false` is 0
     eval_strategy
         `steps` changes nothing, and `no` is `--eval-steps 0`; otherwise give a number to
         `--eval-steps`
@@ -124,6 +126,8 @@ INSTEAD = table(
         use `--loss-kwargs`, a JSON object with these names
     use_adaptive_entropy entropy_target entropy_coef_min entropy_coef_max entropy_coef_delta
         use a constant `--entropy-coef`
+    use_rslora
+        multiply `--lora-alpha` by the square root of `--lora-r`
     env
         set environment variables in the shell; there is no option for them
     """
@@ -361,6 +365,10 @@ REMOVED = table(
         use torch.profiler (docs/running.md)
     save_merged
         a checkpoint always has the merged weights, next to its folder adapter
+    ema_decay
+        examples/recipes/ema.py has it
+    vllm_python
+        set the environment variable NANOGRPO_VLLM_PYTHON
     log_tokens_mib
         the limit is 256 MiB for a run
     """
@@ -475,6 +483,10 @@ def _values(given: Options, out: Options, notes: Notes) -> None:
         "use_peft": {"true": {"lora_r": out.get("lora_r") or 16}, "false": {"lora_r": 0}},
         "use_cpu": {"true": {"device": "cpu"}, "false": {}},
         "resume_from_checkpoint": {"true": {"resume": True}, "false": {"resume": False}},
+        "sync_ref_model": {
+            "true": {"ref_model_sync_steps": out.get("ref_model_sync_steps", 512)},
+            "false": {"ref_model_sync_steps": 0},
+        },
         # YAML reads no as false
         "eval_strategy": {"no": {"eval_steps": 0}, "false": {"eval_steps": 0}, "steps": {}},
         "save_strategy": {"no": {"save_steps": 0}, "false": {"save_steps": 0}, "steps": {}},

@@ -101,7 +101,7 @@ def own_server(run: Run, max_len: int) -> Sidecar:
     return Sidecar(
         run.source,
         [*options, *given],  # the user's options come last and take precedence
-        cfg.vllm_python or os.environ.get("NANOGRPO_VLLM_PYTHON", ""),
+        os.environ.get("NANOGRPO_VLLM_PYTHON", ""),
         Path(cfg.output_dir) / "serve.log",
         gpus=world.once(lambda: gpus.visible(own)) if own else "",
     )

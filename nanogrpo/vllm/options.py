@@ -24,13 +24,8 @@ class VLLMOptions(Config):
     server: tuple[str, ...] = of_vllm(
         (),
         "addresses of running serve.py processes, such as http://127.0.0.1:8000; empty: start one"
-        " for this run",
+        " for this run, with the Python interpreter $NANOGRPO_VLLM_PYTHON or the trainer's own",
         group="vLLM",
-    )
-    vllm_python: str = free_option(
-        "",
-        "Python interpreter with vLLM, to start a server with; empty: $NANOGRPO_VLLM_PYTHON, or"
-        " the trainer's own",
     )
     vllm_options: str = of_vllm(
         "",
@@ -73,7 +68,7 @@ class VLLMOptions(Config):
                 f"--temperature {self.temperature} is outside the range of vLLM: give a value"
                 " between 0.01 and 2."
             )
-        own = ("vllm_python", "vllm_options", "vllm_gpus", "vllm_enable_sleep_mode")
+        own = ("vllm_options", "vllm_gpus", "vllm_enable_sleep_mode")
         for name in own if self.server else ():
             if getattr(self, name):
                 yield (

@@ -238,8 +238,8 @@ class Sidecar:
                 )
             except OSError as e:
                 raise UserError(
-                    f"--vllm-python {self.python} cannot be run ({e.strerror}); name the "
-                    "interpreter that has vLLM."
+                    f"NANOGRPO_VLLM_PYTHON {self.python} cannot be run ({e.strerror}); set it to "
+                    "the Python interpreter that has vLLM."
                 ) from e
 
     def end(self) -> str:

@@ -31,20 +31,14 @@ def bases(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    ("shape", "targets", "rslora"),
-    [
-        ("untied", (), False),
-        ("tied", ("q_proj", "up_proj"), True),
-        ("qwen2", (), False),
-        ("llama", (), True),
-    ],
+    ("shape", "targets"),
+    [("untied", ()), ("tied", ("q_proj", "up_proj")), ("qwen2", ()), ("llama", ())],
 )
 def test_peft_loads_our_adapters_and_transformers_our_merged_weights(
-    bases, tmp_path, shape, targets, rslora
+    bases, tmp_path, shape, targets
 ):
     base = bases[shape]
     cfg = Config(model=str(base), lora_r=3, lora_alpha=7, lora_target_modules=targets)
-    cfg = dataclasses.replace(cfg, use_rslora=rslora)
     model = nudge(loaded(base, cfg))
     adapters.write(adapters.host_adapters(model), tmp_path / "adapter", cfg)
     expected = logits(model)
@@ -67,9 +61,12 @@ def test_peft_loads_our_adapters_and_transformers_our_merged_weights(
     ("shape", "targets"), [("tied", "all-linear"), ("qwen2", ["k_proj", "down_proj"])]
 )
 def test_we_load_adapters_that_peft_writes(bases, tmp_path, shape, targets):
+    """Also with PEFT's scale alpha/√r."""
+    root = shape == "tied"
     config = peft.LoraConfig(
-        r=5, lora_alpha=15, target_modules=targets, lora_dropout=0.1, task_type="CAUSAL_LM"
-    )
+        r=5, lora_alpha=15, target_modules=targets, lora_dropout=0.1, use_rslora=root,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = peft.get_peft_model(hugging_face(bases[shape]), config).eval()
@@ -81,7 +78,7 @@ def test_we_load_adapters_that_peft_writes(bases, tmp_path, shape, targets):
     cfg = Config(
         model=str(bases[shape]),
         lora_r=5,
-        lora_alpha=15,
+        lora_alpha=15 * 5**0.5 if root else 15,
         lora_target_modules=names,
         lora_adapter=str(tmp_path),
     )
@@ -118,9 +115,9 @@ WRONG = {
     "another rank": (
         lambda f: None,
         {"lora_r": 8},
-        r"--lora-adapter \S+: it has r = 3, but --lora-r is 8",
+        r"--lora-adapter \S+: it needs --lora-r 3, but that is 8",
     ),
-    "a rank in quotes": (lambda f: put(f, r="3"), {}, "it has r = '3', but --lora-r is 3"),
+    "a rank in quotes": (lambda f: put(f, r="3"), {}, "it needs --lora-r '3', but that is 3"),
     "fewer layers": (
         lambda f: None,
         {"lora_target_modules": ("q_proj",)},
@@ -129,7 +126,7 @@ WRONG = {
     "rslora": (
         lambda f: put(f, use_rslora=True),
         {},
-        "it has use_rslora = True, but --use-rslora is False",
+        "it needs --lora-alpha 12.12435565298214, but that is 7",
     ),
     "from the future": (
         lambda f: put(f, use_newest_trick={"x": 1}),

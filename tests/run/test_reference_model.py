@@ -32,7 +32,7 @@ from tests.conftest import (
 )
 
 RUN = (
-    "--beta 0.05 --sync-ref-model --ref-model-mixup-alpha 0.3 --ref-model-sync-steps 2"
+    "--beta 0.05 --ref-model-mixup-alpha 0.3 --ref-model-sync-steps 2"
     " --learning-rate 1e-2 --adam-epsilon 1e-5 --token-budget 60 --save-steps 1"
     " --save-total-limit 0 --max-steps"
 )
@@ -84,8 +84,8 @@ def test_a_fixed_reference_is_not_saved_and_without_beta_there_is_none(rows_of, 
     model = tiny_model()
     inputs = predict.inputs(model, SOLO, 10)
     rows = [
-        {r.name: r.bytes for r in memory.table(inputs, Config(beta=0.1, sync_ref_model=s))}
-        for s in (False, True)
+        {r.name: r.bytes for r in memory.table(inputs, Config(beta=0.1, ref_model_sync_steps=s))}
+        for s in (0, 9)
     ]
     n, name = sum(p.nbytes for p in model.parameters()), "a checkpoint that is being written"
     assert rows[1][name] - rows[0][name] == n

@@ -126,16 +126,16 @@ def test_a_lost_server_leaves_a_checkpoint_to_resume(
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("server", "sentence"),
     [
-        ("--server nowhere", "--server nowhere is not an address"),
-        ("--vllm-python /nowhere/python", "--vllm-python /nowhere/python cannot be run"),
-        ("--vllm-python false", "The vLLM sidecar ended with status 1"),
+        ("nowhere", "--server nowhere is not an address"),
+        ("", "NANOGRPO_VLLM_PYTHON /nowhere/python cannot be run"),
     ],
 )
 def test_a_server_that_cannot_be_started_is_reported(
-    tiny_base, files, tmp_path, capsys, options, sentence
+    tiny_base, files, tmp_path, capsys, monkeypatch, server, sentence
 ):
-    options = f"--engine vllm {options}".split()
+    monkeypatch.setenv("NANOGRPO_VLLM_PYTHON", "/nowhere/python")
+    options = ["--engine", "vllm", "--server", *server.split()]
     assert train.main(arguments(tiny_base, files, tmp_path, *options)) == 2
     assert sentence in one_sentence(capsys)

@@ -29,7 +29,8 @@ from tests.vllm.real import CPU, PYTHON, ROOT, ended, problem, processes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-OWN = ["--engine", "vllm", "--vllm-python", PYTHON, "--server-timeout", "20"]
+OWN = ["--engine", "vllm", "--server-timeout", "20"]
+os.environ["NANOGRPO_VLLM_PYTHON"] = PYTHON
 OWN.append("--vllm-options=" + " ".join(CPU[2:]))
 
 

@@ -107,13 +107,14 @@ def load(model: Decoder, folder: Path, cfg: Config) -> None:
             name in KNOWN.split() or value in plain,
             f"{name} is {value!r}, which is not supported here",
         )
-    for name in ("r", "lora_alpha", "use_rslora"):
-        option = "lora_r" if name == "r" else name
-        # older versions of PEFT do not write use_rslora
-        theirs, ours = found.get(name) or False, getattr(cfg, option)
+    alpha = found.get("lora_alpha")
+    if found.get("use_rslora") and isinstance(alpha, int | float):  # then the scale is alpha/√r
+        alpha *= cfg.lora_r**0.5
+    for name, theirs in (("lora_r", found.get("r")), ("lora_alpha", alpha)):
+        ours = getattr(cfg, name)
         require(
             theirs == ours,
-            f"it has {name} = {theirs!r}, but --{dashed(option)} is {ours}: use the same value",
+            f"it needs --{dashed(name)} {theirs!r}, but that is {ours}: use the same value",
         )
     wanted = {peft_name(name): p for name, p in model.named_parameters() if lora.is_adapter(name)}
     copy_tensors(
@@ -149,7 +150,6 @@ def write(weights: dict[str, Tensor], folder: Path, cfg: Config, device: str = "
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "target_modules": lora.targets(cfg),
         "lora_dropout": 0.0,
-        "use_rslora": cfg.use_rslora,
         "bias": "none",
         "inference_mode": True,
     }

@@ -1,6 +1,5 @@
 """Low-rank adapters (Hu et al. 2021, 2106.09685): y = W x + scale · B A x, where only A [r, in] and
-B [out, r] are trained. The scale is alpha/r, or alpha/√r with --use-rslora (Kalajdzievski 2023,
-2312.03732).
+B [out, r] are trained. The scale is alpha/r.
 
 In: a Decoder. `LoRALinear` replaces the chosen layers; parameter names do not change. Out:
 the same model, which can be used in two ways:
@@ -58,7 +57,7 @@ class LoRALinear(nn.Module):
         new = functools.partial(weight.new_empty, dtype=_exact(self.dtype))
         self.lora_A = nn.Parameter(new((r, base.in_features)))
         self.lora_B = nn.Parameter(new((base.out_features, r)))
-        self.scale = cfg.lora_alpha / (r**0.5 if cfg.use_rslora else r)
+        self.scale = cfg.lora_alpha / r
         self.enabled = True
 
     @property

@@ -23,7 +23,6 @@ class LoRAOptions(Config):
         group="LoRA",
     )
     lora_alpha: float = option(32.0, "alpha in alpha/r", "> 0", needs="lora_r")
-    use_rslora: bool = option(False, "use alpha/sqrt(r) instead of alpha/r", needs="lora_r")
     lora_target_modules: tuple[str, ...] = option(
         (),
         "layers that get adapters, such as q_proj v_proj; empty: the seven of the decoder, and none"

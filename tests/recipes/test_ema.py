@@ -1,13 +1,13 @@
-"""--ema-decay evaluates the average of the weights, and changes nothing else.
+"""Evaluations use the average of the weights, and nothing else changes. A row of
+tests/configurations.py shows that a run resumes, and that two ranks are one.
 
-That it survives a resume and several ranks is a row of tests/configurations.py. Read next:
-nanogrpo/extras/ema.py.
+Read next: examples/recipes/ema.py.
 """
 
 import torch
 
 import train
-from nanogrpo.extras import ema
+from examples.recipes import ema
 from tests.conftest import arguments, steps
 
 
@@ -28,10 +28,10 @@ def test_evaluations_use_the_average_and_training_does_not(tmp_path, tiny_base, 
     monkeypatch.setattr(ema.EMA, "swap", swap)
     held_out = str(files / "data.jsonl")
     options = ["--eval-steps", "1", "--eval-data", held_out, "--learning-rate", "1e-3"]
-    for name, more in {"plain": [], "ema": ["--ema-decay", "0.75"]}.items():
-        argv = arguments(tiny_base, files, tmp_path / name)
-        assert train.main([*argv, *options, *more]) == 0
-    plain, averaged = (steps(tmp_path / name) for name in ("plain", "ema"))
+    plain, averaged = (arguments(tiny_base, files, tmp_path / n, *options) for n in ("a", "b"))
+    assert train.main(plain) == 0
+    assert ema.main(ema.Options, ema.features, [*averaged, "--ema-decay", "0.75"]) == 0
+    plain, averaged = (steps(tmp_path / name) for name in ("a", "b"))
     assert [row["loss"] for row in plain] == [row["loss"] for row in averaged]
 
     before, *averages = evaluated[::2]  # every other swap takes the average out again
