@@ -15,7 +15,6 @@ import atexit
 import functools
 import importlib
 import importlib.util
-import json
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from nanogrpo.extras.window import FULL, SLIDING, Windows
 from nanogrpo.model import checkpoint
 from nanogrpo.types import Prompt, Sample
 from tests import ranks
-from tests.conftest import arguments, steps, write_base, write_files
+from tests.conftest import arguments, steps, write_base, write_files, write_rows
 from tests.engine.chat import write_calling_base
 
 STEPS = 4
@@ -225,8 +224,7 @@ def _teachers(folder: Path) -> list[str]:
     """Two of three prompts have a number in the column t."""
     small = write_base(folder / "small", seed=2, hidden_size=32, num_hidden_layers=1)
     rows = [{"prompt": f"{i}+{i}=", "t": (0, 1, None)[i % 3]} for i in range(12)]
-    data = folder / "data.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_rows(folder / "data.jsonl", rows)
     teachers = str(write_base(folder / "teacher", seed=1)), str(small)
     return ["--teacher", *teachers, "--data", str(data)]
 

@@ -21,7 +21,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 # a test that needs a download would pass on this machine and fail on others
@@ -306,8 +306,7 @@ def write_files(folder: Path) -> None:
         "data": [f"{i}+{i}=" for i in range(12)],
         "uneven": [f"{'1+' * i}1=" for i in range(9)],
     }.items():
-        lines = (json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
-        (folder / f"{name}.jsonl").write_text("".join(lines))
+        write_rows(folder / f"{name}.jsonl", [{"prompt": prompt} for prompt in prompts])
 
 
 @pytest.fixture(scope="session")
@@ -348,8 +347,18 @@ def rows_of(tiny_base: Path, files: Path, tmp_path: Path):
     return rows_of
 
 
+def write_rows(path: Path, rows: Iterable[object]) -> Path:
+    """Write a file of JSON lines, and return its path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def lines(output: Path) -> list[dict]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return read_rows(output / "metrics.jsonl")
 
 
 def steps(output: Path) -> list[dict]:

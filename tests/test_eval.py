@@ -14,16 +14,14 @@ import train
 from nanogrpo.extras import commandline, commands
 from nanogrpo.logs import metrics
 from nanogrpo.logs.metrics import Facts
-from tests.conftest import arguments, lines
+from tests.conftest import arguments, lines, read_rows, write_rows
 
 DATA = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(2) for b in range(3)]
 
 
 @pytest.fixture
 def data(tmp_path):
-    path = tmp_path / "test.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in DATA))
-    return path
+    return write_rows(tmp_path / "test.jsonl", DATA)
 
 
 def options(base, data, output, *more: str) -> list[str]:
@@ -61,7 +59,7 @@ def test_it_writes_every_completion_and_the_same_numbers_as_training(
     assert commands.main(["eval", *argv]) == 0
     assert "rewards/even" in capsys.readouterr().out
     result = json.loads((tmp_path / "eval/eval.json").read_text())
-    records = [json.loads(line) for line in (tmp_path / "eval/eval.jsonl").read_text().splitlines()]
+    records = read_rows(tmp_path / "eval/eval.jsonl")
     assert len(records) == 4 * len(DATA)
     assert records[0].keys() >= {"prompt", "completion", "even", "reward", "stopped"}
     assert [record["answer"] for record in records[::4]] == [row["answer"] for row in DATA]

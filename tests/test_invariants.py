@@ -10,7 +10,6 @@ next.
 """
 
 import dataclasses
-import json
 import random
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.run import optim
 from nanogrpo.types import Prompt, Sample
-from tests.conftest import packed, set_logp, timeless, tiny_config, tiny_model
+from tests.conftest import lines, packed, set_logp, timeless, tiny_config, tiny_model, write_rows
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo"]
@@ -175,11 +174,8 @@ def digit_base(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def digit_data(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("digits") / "digits.jsonl"
-    path.write_text(
-        "".join(json.dumps({"prompt": f"{d}=", "answer": str(d)}) + "\n" for d in range(10))
-    )
-    return path
+    rows = ({"prompt": f"{d}=", "answer": str(d)} for d in range(10))
+    return write_rows(tmp_path_factory.mktemp("digits") / "digits.jsonl", rows)
 
 
 def run(base: Path, data: Path, output: Path, *options: str) -> list[dict]:
@@ -188,8 +184,7 @@ def run(base: Path, data: Path, output: Path, *options: str) -> list[dict]:
     argv += ["--reward-funcs", "accuracy", "--max-completion-length", "6", "--device", "cpu"]
     argv += ["--generation-batch-size", "64", "--num-generations", "8", "--learning-rate", "3e-3"]
     assert train.main([*argv, *options]) == 0
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "reward" in line]
+    return [line for line in lines(output) if "reward" in line]
 
 
 # --- 9: the same seed, the same run ---

@@ -31,6 +31,7 @@ from nanogrpo.extras.view.data import Run
 from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.run import output
+from tests.conftest import write_rows
 from tests.model.lora_models import loaded
 from tests.model.tokenizer_folder import make_folder
 from tests.run.test_resume import change, start
@@ -180,8 +181,7 @@ def loads_prompts(source: Path) -> Callable[[], object]:
 
 
 def jsonl(base: Path, folder: Path) -> Reader:
-    path = folder / "data.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    path = write_rows(folder / "data.jsonl", ROWS)
     return path, loads_prompts(path)
 
 
@@ -229,10 +229,8 @@ def of_checkpoint(name: str, hashes: bool) -> Callable[[Path, Path], Reader]:
 
 
 def log(base: Path, folder: Path) -> Reader:
-    path = folder / "metrics.jsonl"
     rows = [{"run": {}}, {"step": 0, "reward": 1.0}, {"step": 0, "eval/after": 1}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path, lambda: Run(folder).index()
+    return write_rows(folder / "metrics.jsonl", rows), lambda: Run(folder).index()
 
 
 def any_json(base: Path, folder: Path) -> Reader:

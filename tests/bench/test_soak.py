@@ -3,7 +3,6 @@
 `.ci/run` runs twenty faults. Read next: bench/soak.py.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 
 from bench import soak, tables
 from bench.soak_faults import MODES, STEPS
-from tests.conftest import write_base
+from tests.conftest import write_base, write_rows
 from tests.vllm.fake import wait_until
 
 
@@ -45,7 +44,7 @@ def lose_the_log(run, rows):
 
 
 def write(run, rows):
-    (run.output / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(run.output / "metrics.jsonl", rows)
 
 
 def start_process(run, rows):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from nanogrpo.extras.completions import write
 from nanogrpo.types import Prompt, Sample
+from tests.conftest import write_rows
 
 
 def sample(n: int, stopped: bool = True, prompt: int = 3, **rewards: float | None) -> Sample:
@@ -51,7 +52,7 @@ def write_run(
     log += [{"step": i - 1, "eval/after": i, "eval/reward": r} for i, r in enumerate(held_out)]
     for i in range(steps):
         log.append({"step": i, "reward": i / steps, name: 1.5, "rewards/a/mean": i / steps})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
+    write_rows(folder / "metrics.jsonl", log)
     prompts = [prompt, [{"role": "user", "content": "second?"}]]
     advantages = [1.0, -1.0, 0.5, -0.5]
     for i in range(steps):

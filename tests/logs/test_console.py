@@ -16,7 +16,7 @@ from nanogrpo.errors import UserError
 from nanogrpo.feature import Feature
 from nanogrpo.logs import console, metrics
 from nanogrpo.logs.console import Log, provenance
-from tests.conftest import SOLO
+from tests.conftest import SOLO, lines
 from tests.logs.conftest import sample
 
 
@@ -39,13 +39,9 @@ def evaluate(log: Log, done: int, *samples, **logged: float) -> None:
     log.evaluation(done, metrics.facts(samples, SOLO), logged)
 
 
-def rows(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_the_head_holds_options_versions_and_commit(tmp_path):
     write(Log(config(tmp_path, beta=0.25), world=SOLO, start=0), range(1))
-    head, step = rows(tmp_path)
+    head, step = lines(tmp_path)
     assert head["run"]["beta"] == 0.25
     assert head["run"]["max_steps"] == 9
     assert head["versions"]["torch"] == torch.__version__
@@ -111,7 +107,7 @@ def test_a_resumed_run_logs_no_step_twice_and_drops_a_half_written_line(tmp_path
     reader = Reader()
     log = Log(config(tmp_path), SOLO, start=3, features=[reader])  # the checkpoint had three steps
     write(log, range(3, 9))
-    found = rows(tmp_path)
+    found = lines(tmp_path)
     steps = [row for row in found if "reward" in row]
     assert [row["step"] for row in steps] == list(range(9))
     # The count of tokens continues.
@@ -143,7 +139,7 @@ def test_a_run_that_starts_over_keeps_the_old_log_under_another_name(tmp_path, c
         log = Log(config(tmp_path), world=SOLO, start=0)
         evaluate(log, 0)
         write(log, range(number))
-        assert [row.get("num_tokens") for row in rows(tmp_path)[2:]] == [14, 28, 42][:number]
+        assert [row.get("num_tokens") for row in lines(tmp_path)[2:]] == [14, 28, 42][:number]
         with log.path.open("ab") as f:  # even a damaged log is only renamed
             f.write(b'\xff\n{"step": 7}\n{"st')
         old.append(log.path.read_bytes())
@@ -159,7 +155,7 @@ def test_a_log_without_a_step_is_continued(tmp_path, caplog):
     with (tmp_path / "metrics.jsonl").open("a") as f:
         f.write('{"run": {"model')
     write(Log(config(tmp_path), world=SOLO, start=0), range(1))
-    assert ["run" in row for row in rows(tmp_path)] == [True, True, False]
+    assert ["run" in row for row in lines(tmp_path)] == [True, True, False]
     assert not caplog.records
 
 
@@ -180,7 +176,7 @@ def test_an_evaluation_leaves_out_missing_rewards(tmp_path, capsys):
     log = Log(config(tmp_path), world=SOLO, start=0)
     samples = [sample(3, a=1.0, b=None), sample(5, a=None, b=None), sample(4, a=0.0, b=None)]
     evaluate(log, 4, *samples)
-    assert rows(tmp_path)[-1] == {
+    assert lines(tmp_path)[-1] == {
         "step": 3,
         "eval/after": 4,
         "eval/rewards/a": 0.5,
@@ -199,10 +195,10 @@ def test_the_names_of_the_log_cannot_be_logged(tmp_path):
             write(log, range(1), {"loss": 0.5}, **{"mine": 2.0, name: 1.0})
     with pytest.raises(UserError, match=message.format("reward")):
         evaluate(log, 0, reward=1.0)
-    assert ["run" in row for row in rows(tmp_path)] == [True]
+    assert ["run" in row for row in lines(tmp_path)] == [True]
     write(log, range(1), mine=2.0)
     evaluate(log, 0, mine=3.0)
-    assert [row.get("mine", row.get("eval/mine")) for row in rows(tmp_path)[1:]] == [2.0, 3.0]
+    assert [row.get("mine", row.get("eval/mine")) for row in lines(tmp_path)[1:]] == [2.0, 3.0]
 
 
 def test_a_log_that_cannot_be_written_is_a_user_error(tmp_path, monkeypatch):
@@ -221,4 +217,4 @@ def test_a_log_that_cannot_be_written_is_a_user_error(tmp_path, monkeypatch):
             patch.setattr(Path, method, fails)
             with pytest.raises(UserError, match=r"\.jsonl could not be written \(Read-only file"):
                 act()
-    assert [row["step"] for row in rows(tmp_path) if "step" in row] == [0, 1]
+    assert [row["step"] for row in lines(tmp_path) if "step" in row] == [0, 1]

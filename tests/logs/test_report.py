@@ -4,7 +4,6 @@ for W&B. Nothing here uses the network.
 Read before: test_console.py. Read next: test_plot.py.
 """
 
-import json
 import sys
 from types import SimpleNamespace
 
@@ -14,7 +13,7 @@ import train
 from nanogrpo import Config
 from nanogrpo.errors import UserError
 from nanogrpo.extras.dashboards import Dashboards
-from tests.conftest import arguments, lines
+from tests.conftest import arguments, lines, write_rows
 from tests.logs.conftest import completions_of
 
 # in an extra
@@ -134,8 +133,7 @@ def test_a_table_has_every_column_and_can_be_encoded(tmp_path, monkeypatch):
     (tmp_path / "completions").mkdir()
     first = {"prompt": [{"role": "user", "content": "é?"}], "completion": "a\ud800", "reward": 1.0}
     rows = first, {"prompt": "x", "completion": "b", "reward": None, "source": "s"}
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "completions/completions_00001.jsonl").write_text(text)
+    write_rows(tmp_path / "completions/completions_00001.jsonl", rows)
     dashboards = Dashboards(cfg)
     dashboards.record(0, {"run": {}})
     dashboards.record(1, {"step": 0, "reward": 1.0})

@@ -3,7 +3,6 @@
 Read next: examples/recipes/self_distill.py.
 """
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +18,7 @@ from tests.conftest import (
     positions_of,
     steps,
     tiny_model,
+    write_rows,
 )
 
 
@@ -70,8 +70,8 @@ def test_the_gradient_is_that_of_trls_loss():
 def test_the_model_does_without_the_hint(tmp_path, tiny_base, files):
     """The divergence of the prompt from the hinted prompt falls."""
     rows = [{"prompt": f"{i}+{i}=", "h": f"{i}"} for i in range(12)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = "--data", str(tmp_path / "data.jsonl"), "--hint-column", "h", "--max-steps", "30"
+    data = write_rows(tmp_path / "data.jsonl", rows)
+    given = "--data", str(data), "--hint-column", "h", "--max-steps", "30"
     assert train(arguments(tiny_base, files, tmp_path / "run", *given)) == 0
     losses = [row["loss"] for row in steps(tmp_path / "run")]
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])

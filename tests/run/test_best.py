@@ -12,7 +12,7 @@ import pytest
 from nanogrpo import Config
 from nanogrpo.extras.best import Best
 from nanogrpo.model import checkpoint
-from tests.conftest import SOLO, lines
+from tests.conftest import SOLO, lines, write_rows
 
 BEST = {"load_best_model_at_end": True, "eval_steps": 1, "save_steps": 1}
 
@@ -36,7 +36,7 @@ def folder(tmp_path) -> Path:
         {"step": i - 1, "eval/after": i, "eval/reward": x, "eval/mean_length": 7.0 - x}
         for i, x in enumerate(rewards)
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "metrics.jsonl", rows)
     return tmp_path
 
 

@@ -22,7 +22,7 @@ import train
 from nanogrpo import Config
 from nanogrpo.errors import UserError
 from nanogrpo.run import output
-from tests.conftest import SOLO, arguments, steps
+from tests.conftest import SOLO, arguments, read_rows, steps, write_rows
 from tests.ranks import PATIENCE, argv, run, running, start, until
 
 # --- one run at a time ---
@@ -153,8 +153,7 @@ def edit_weights(path: Path) -> None:
 
 
 def edit_data(path: Path, change: Callable[[list], list]) -> None:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(row) + "\n" for row in change(rows)))
+    write_rows(path, change(read_rows(path)))
 
 
 CHANGES = {  # a change of a folder of inputs, and what an error calls it

@@ -7,7 +7,6 @@ Damaged folders are in test_resume.py. Read next: tests/distributed/test_signals
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -27,7 +26,7 @@ from nanogrpo.engine.runner import Runner
 from nanogrpo.logs import console as log
 from nanogrpo.model import checkpoint
 from nanogrpo.run import optim, state
-from tests.conftest import timeless
+from tests.conftest import lines, timeless
 from tests.ranks import DATA, REWARD, run, start, until
 
 OPTIONS = (
@@ -44,8 +43,7 @@ def argv(base: Path, output: Path, *more: str) -> list[str]:
 
 def rows(output: Path) -> list[dict]:
     """Return the records of the steps, without values that depend on the clock."""
-    found = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [timeless(row) for row in found if "step" in row]
+    return [timeless(row) for row in lines(output) if "step" in row]
 
 
 def final(output: Path) -> tuple[dict, dict]:

@@ -5,7 +5,6 @@ Read next: test_processor.py (from a picture to the encoder's input), test_train
 """
 
 import io
-import json
 import pickle
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from nanogrpo import Config
 from nanogrpo.data import prompts as data
 from nanogrpo.errors import UserError
 from nanogrpo.extras.vision.data import Picture, Reader
+from tests.conftest import write_rows
 from tests.vision.base import picture, prompts, prompts_of, records
 from tests.vision.tiny import png
 
@@ -33,12 +33,6 @@ def pixels(source: bytes) -> bytes:
 # --- the forms of a picture ---
 
 
-def jsonl(folder, rows):
-    path = folder / "data.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def test_every_form_of_a_picture_gives_the_same_prompt(base, tokenizer, tmp_path):
     raw = png(IMAGE)
     (tmp_path / "pictures").mkdir()
@@ -46,6 +40,7 @@ def test_every_form_of_a_picture_gives_the_same_prompt(base, tokenizer, tmp_path
     here, there = "pictures/a.png", str(tmp_path / "pictures" / "a.png")
     forms = [IMAGE, raw, {"bytes": raw, "path": None}, {"bytes": None, "path": there}, there]
     shown = [*forms, Image.open(there), Path(there)]
+    rows = {"prompt": SHOW, "image": here}, {"prompt": ASK, "images": [there]}
     filled = [{"type": "image", "image": IMAGE}, {"type": "text", "text": "3+4="}]
     sources = [
         [{"prompt": ASK, "image": form} for form in shown],
@@ -53,7 +48,7 @@ def test_every_form_of_a_picture_gives_the_same_prompt(base, tokenizer, tmp_path
         [{"prompt": [{"role": "user", "content": filled}]}],
         [{"prompt": "3+4=", "image": IMAGE}],  # becomes a user message
         [{"question": "3+4=", "image": IMAGE}],
-        jsonl(tmp_path, [{"prompt": SHOW, "image": here}, {"prompt": ASK, "images": [there]}]),
+        str(write_rows(tmp_path / "data.jsonl", rows)),
     ]
     found = [p for source in sources for p in prompts_of(source, tokenizer, base)]
     assert len(found) == 19
