@@ -158,7 +158,7 @@ MISTAKES = [
     ),
     (
         "--ref-model-sync-steps 9 --beta 0.1 --lora-r 4",
-        "--ref-model-sync-steps cannot be used with --lora-r, because the reference is then no copy",
+        "--ref-model-sync-steps cannot be used with --lora-r, because the reference is then",
     ),
     # --- vLLM ---
     (
