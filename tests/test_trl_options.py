@@ -114,6 +114,8 @@ def test_defaults_are_those_of_trl_unless_the_table_says_otherwise():
             "--log_completions=True --no_enable_thinking",
             "log_completions=True enable_thinking=False",
         ),
+        ("--sync_ref_model --beta 1", "ref_model_sync_steps=512 beta=1.0"),
+        ("--sync_ref_model --beta 1 --ref_model_sync_steps 9", "ref_model_sync_steps=9 beta=1.0"),
         ("--use_vllm", "engine=vllm"),  # TRL's default is colocate, and so is ours
         ("--use_vllm --weight_transport broadcast", "engine=vllm weight_transport=broadcast"),
         ("--use_vllm False", ""),
