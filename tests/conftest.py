@@ -287,6 +287,9 @@ import itertools
 def even(completion_ids, **kwargs):
     return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
 
+def even_by_token(completion_ids, **kwargs):
+    return [[(i % 2 == 0) / len(ids) for i in ids] for ids in completion_ids]
+
 def nothing_applies(completions, **kwargs):
     return [None] * len(completions)
 

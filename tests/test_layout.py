@@ -26,16 +26,8 @@ from nanogrpo.extras import attach, options
 from nanogrpo.extras.commands import HELP, MODULES, main, script
 
 ROOT = Path(__file__).parents[1]
-PATTERNS = [
-    "nanogrpo/**/*.py",
-    "kernels/**/*.py",
-    "bench/**/*.py",
-    "tests/**/*.py",
-    "examples/**/*.py",
-    "exercises/**/*.py",
-    "docs/**/*.py",
-    "*.py",
-]
+FOLDERS = ["nanogrpo", "kernels", "bench", "tests", "examples", "exercises", "docs"]
+PATTERNS = [*(f"{folder}/**/*.py" for folder in FOLDERS), "*.py"]
 SOURCES = {str(p.relative_to(ROOT)): p for pattern in PATTERNS for p in sorted(ROOT.glob(pattern))}
 
 # The core: each folder (or file) may import itself and those on the lines above.

@@ -175,6 +175,3 @@ def test_the_base_has_the_dtype_of_the_device_unless_the_user_chooses():
         ("bfloat16", half, half),
     ):
         assert (base(choice, "cpu"), base(choice, "cuda")) == (cpu, cuda)
-
-
-# --- what they cost ---

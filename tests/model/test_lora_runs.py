@@ -34,22 +34,11 @@ def bases(tmp_path_factory) -> dict[str, Path]:
     return write_bases(tmp_path_factory.mktemp("bases"))
 
 
-RUN = [
-    "--lora-r",
-    "4",
-    "--lora-alpha",
-    "8",
-    "--beta",
-    "0.05",
-    "--num-iterations",
-    "2",
-    "--learning-rate",
-    "1e-2",
-]
+RUN = "--lora-r 4 --lora-alpha 8 --beta 0.05 --num-iterations 2 --learning-rate 1e-2"
 
 
 def go(base: Path, files: Path, output: Path, *options: str) -> list[dict]:
-    assert train.main(arguments(base, files, output, *RUN, *options)) == 0
+    assert train.main(arguments(base, files, output, *RUN.split(), *options)) == 0
     return steps(output)
 
 
@@ -79,7 +68,7 @@ def test_a_run_trains_adapters_and_leaves_folders_for_peft_and_transformers(base
 
 @pytest.mark.parametrize("options", [[], ["--load-in-4bit"]], ids=["float32", "four bits"])
 def test_the_reference_is_the_base_and_no_second_model_is_kept(bases, files, tmp_path, options):
-    cfg = parse(arguments(bases["tied"], files, tmp_path, *RUN, *options))
+    cfg = parse(arguments(bases["tied"], files, tmp_path, *RUN.split(), *options))
     inputs = parts.load(cfg, SOLO, attach(cfg))
     parts.settle(inputs)
     run = parts.setup(inputs)

@@ -311,6 +311,3 @@ def test_the_embedded_engine_shares_the_base_and_copies_the_adapters(base):
     assert torch.equal(logits(engine.model), logits(model))
     # CUDA graphs use the addresses
     assert {n: p.data_ptr() for n, p in engine.model.named_parameters()} == addresses
-
-
-# --- memory ---

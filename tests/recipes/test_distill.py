@@ -23,6 +23,7 @@ from tests.conftest import (
 )
 from tests.kernels.test_head_work import _Results
 from tests.model.head_inputs import T, draw
+from tests.recipes import run
 
 
 def holder(hidden, head):
@@ -51,6 +52,7 @@ def test_full_vocabulary_loss_and_gradients_are_trls(beta, monkeypatch):
     from trl.trainer.distillation_trainer import _chunked_divergence_loss
 
     monkeypatch.setattr(distill_head, "default_chunk", lambda *_: 4)
+    torch.manual_seed(0)
     for dtype, limit in ((torch.float32, 1e-6), (torch.float64, 1e-12)):
         hidden, head, targets, inputs = draw(dtype)
         theirs = torch.randn(len(hidden), 5, dtype=dtype), torch.randn(len(head), 5, dtype=dtype)
@@ -136,16 +138,12 @@ def test_sampled_tokens_have_the_gradient_of_trls_loss():
 # --- complete runs ---
 
 
-def train(argv):
-    return distill.main(distill.Options, distill.features, argv)
-
-
 @pytest.mark.parametrize("form", [[], ["--jsd-beta", "1"]])
 def test_the_student_approaches_its_teacher(form, tmp_path, tiny_base, files):
     """Without rewards, the loss of a step is the mean divergence."""
     teacher = write_base(tmp_path / "teacher", seed=1)
     more = ["--teacher", str(teacher), "--max-steps", "40", "--learning-rate", "3e-3", *form]
-    assert train(arguments(tiny_base, files, tmp_path / "run", *more)) == 0
+    assert run(distill, arguments(tiny_base, files, tmp_path / "run", *more)) == 0
     losses = [row["loss"] for row in steps(tmp_path / "run")]
     assert sum(losses[-5:]) < 0.75 * sum(losses[:5])
 
@@ -153,5 +151,5 @@ def test_the_student_approaches_its_teacher(form, tmp_path, tiny_base, files):
 def test_vocabularies_that_are_padded_differently_are_refused(tmp_path, tiny_base, files, capsys):
     teacher = write_base(tmp_path / "teacher", vocab_size=120)
     more = ["--teacher", str(teacher), "--jsd-beta", "1"]
-    assert train(arguments(tiny_base, files, tmp_path / "run", *more)) == 2
+    assert run(distill, arguments(tiny_base, files, tmp_path / "run", *more)) == 2
     assert "--jsd-beta needs vocabularies of equal size" in one_sentence(capsys)

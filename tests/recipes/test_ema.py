@@ -9,6 +9,7 @@ import torch
 import train
 from examples.recipes import ema
 from tests.conftest import arguments, steps
+from tests.recipes import run
 
 
 def test_evaluations_use_the_average_and_training_does_not(tmp_path, tiny_base, files, monkeypatch):
@@ -30,7 +31,7 @@ def test_evaluations_use_the_average_and_training_does_not(tmp_path, tiny_base, 
     options = ["--eval-steps", "1", "--eval-data", held_out, "--learning-rate", "1e-3"]
     plain, averaged = (arguments(tiny_base, files, tmp_path / n, *options) for n in ("a", "b"))
     assert train.main(plain) == 0
-    assert ema.main(ema.Options, ema.features, [*averaged, "--ema-decay", "0.75"]) == 0
+    assert run(ema, [*averaged, "--ema-decay", "0.75"]) == 0
     plain, averaged = (steps(tmp_path / name) for name in ("a", "b"))
     assert [row["loss"] for row in plain] == [row["loss"] for row in averaged]
 

@@ -10,13 +10,10 @@ from examples.recipes import evolution
 from nanogrpo.engine.base import stream
 from nanogrpo.model import checkpoint
 from tests.conftest import arguments, steps
+from tests.recipes import run
 
 SIGMA, RATE = 0.1, 0.08
 OPTIONS = ["--sigma", f"{SIGMA}", "--learning-rate", f"{RATE}", "--log-completions"]
-
-
-def train(argv):
-    return evolution.main(evolution.Options, evolution.features, argv)
 
 
 def test_the_weights_move_by_the_sum_of_noise_and_fitness(tiny_base, files, tmp_path, monkeypatch):
@@ -32,7 +29,7 @@ def test_the_weights_move_by_the_sum_of_noise_and_fitness(tiny_base, files, tmp_
 
     monkeypatch.setattr(evolution, "Evolution", Spy)
     argv = arguments(tiny_base, files, tmp_path, *OPTIONS, "--max-steps", "1", "--seed", "3")
-    assert train(argv) == 0
+    assert run(evolution, argv) == 0
     before, after = (
         dict(checkpoint.load_model(folder).named_parameters())
         for folder in (tiny_base, tmp_path / "checkpoint-1")
@@ -51,6 +48,6 @@ def test_the_weights_move_by_the_sum_of_noise_and_fitness(tiny_base, files, tmp_
 
 def test_the_reward_rises(tiny_base, files, tmp_path):
     more = ["--max-steps", "20", "--num-generations", "16", "--generation-batch-size", "32"]
-    assert train(arguments(tiny_base, files, tmp_path, *OPTIONS, *more)) == 0
+    assert run(evolution, arguments(tiny_base, files, tmp_path, *OPTIONS, *more)) == 0
     rewards = [row["reward"] for row in steps(tmp_path)]
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.1

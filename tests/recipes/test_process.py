@@ -12,7 +12,7 @@ from examples.recipes import process, turns
 from nanogrpo.model.checkpoint import load_model
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.types import Prompt, Sample
-from tests.conftest import arguments, positions_of, steps
+from tests.conftest import arguments, positions_of
 
 FUNCTION = """
 import json, pathlib
@@ -97,17 +97,3 @@ def test_a_step_of_the_task_is_right_if_it_is_the_next_one():
     prompt = [{"role": "user", "content": "34+5-7+1="}]
     ((*rewards,),) = process.steps([prompt], [["<think>", *text[7:]]])
     assert {i + 6: r for i, r in enumerate(rewards) if r is not None} == {13: 1.0, 21: 0.0, 29: 0.0}
-
-
-@pytest.mark.parametrize("recipe", [process, turns])
-def test_a_run_learns_from_the_rewards_of_its_tokens(recipe, tiny_base, files, tmp_path):
-    (tmp_path / "reward.py").write_text(
-        "def even(completion_ids, **kwargs):\n"
-        "    return [[(i % 2 == 0) / len(ids) for i in ids] for ids in completion_ids]"
-    )
-    options = ["--reward-funcs", f"{tmp_path}/reward.py:even", "--max-steps", "12"]
-    options += ["--learning-rate", "1e-2", "--log-completions", "--log-tokens"]
-    argv = arguments(tiny_base, files, tmp_path / "run", *options)
-    assert recipe.main(recipe.Options, recipe.features, argv) == 0
-    rewards = [row["reward"] for row in steps(tmp_path / "run")]
-    assert rewards[-1] > rewards[0] + 0.2

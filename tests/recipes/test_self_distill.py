@@ -20,10 +20,7 @@ from tests.conftest import (
     tiny_model,
     write_rows,
 )
-
-
-def train(argv):
-    return self_distill.main(self_distill.Options, self_distill.features, argv)
+from tests.recipes import run
 
 
 def dense(model, prompt, ids):
@@ -72,7 +69,7 @@ def test_the_model_does_without_the_hint(tmp_path, tiny_base, files):
     rows = [{"prompt": f"{i}+{i}=", "h": f"{i}"} for i in range(12)]
     data = write_rows(tmp_path / "data.jsonl", rows)
     given = "--data", str(data), "--hint-column", "h", "--max-steps", "30"
-    assert train(arguments(tiny_base, files, tmp_path / "run", *given)) == 0
+    assert run(self_distill, arguments(tiny_base, files, tmp_path / "run", *given)) == 0
     losses = [row["loss"] for row in steps(tmp_path / "run")]
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
 
@@ -86,6 +83,6 @@ def test_hints_that_are_missing_or_too_long_are_one_sentence(
 ):
     (tmp_path / "data.jsonl").write_text(f'{{"prompt": "1+1=", "h": "{"9" * 900}"}}\n' * 4)
     given = "--data", str(tmp_path / "data.jsonl"), "--hint-column", column
-    assert train(arguments(tiny_base, files, tmp_path / "run", *given)) == 2
+    assert run(self_distill, arguments(tiny_base, files, tmp_path / "run", *given)) == 2
     assert f"--hint-column {column}" in (error := one_sentence(capsys))
     assert problem in error

@@ -13,6 +13,7 @@ import torch
 from examples.recipes import self_play
 from nanogrpo.types import Prompt, Sample
 from tests.conftest import arguments, steps
+from tests.recipes import run
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_the_answers_get_better(tiny_base, files, tmp_path, monkeypatch):
     monkeypatch.setattr(self_play, "answer", lambda question: "7")
     more = "--log-completions --max-steps 25 --generation-batch-size 32 --learning-rate 3e-3"
     argv = arguments(tiny_base, files, tmp_path, *more.split())
-    assert self_play.main(self_play.Options, self_play.features, argv) == 0
+    assert run(self_play, argv) == 0
     rows = steps(tmp_path)
     rewards = [row["rewards/even/mean"] for row in rows]
     assert sum(rewards[-5:]) > 1.3 * sum(rewards[:5])

@@ -4,7 +4,6 @@ Here every function runs in this process. In test_process.py they run in one tha
 """
 
 import asyncio
-import functools
 import sys
 from decimal import Decimal
 from fractions import Fraction
@@ -125,13 +124,6 @@ def test_every_kind_of_number_becomes_a_float():
 class Judge:
     def __call__(self, completions, **kwargs):
         return [0.0] * len(completions)
-
-
-def test_partials_and_instances_have_names():
-    samples = make_samples()
-    part = functools.partial(accuracy_reward, answer=None)
-    score(samples, [Judge(), part, accuracy_reward, Judge()])
-    assert list(samples[0].rewards) == ["Judge", "accuracy_reward", "accuracy_reward_2", "Judge_2"]
 
 
 # --- mistakes ---

@@ -48,10 +48,6 @@ def asks_to_stop_in_the_second_step(completion_ids, trainer_state, **kwargs):
 def changes_the_folder(completion_ids, **kwargs):
     os.chdir("/")
     return even(completion_ids)
-
-def logs_a_taken_name(completion_ids, log_metric, **kwargs):
-    log_metric("loss", 1)
-    return even(completion_ids)
 """
 
 
@@ -98,11 +94,6 @@ def test_lost_steps_are_counted_and_train_nothing_and_the_run_continues(start, c
             # The same reward twice, over the same samples.
             assert row["reward"] == pytest.approx(2 * row["rewards/waits/mean"])
             assert row["grad_norm"] > 0
-
-
-def test_a_metric_of_the_trainer_cannot_be_logged(start, capsys):
-    assert start("logs_a_taken_name", options=["--max-steps", "1"])[0] == 2
-    assert last_error(capsys).startswith("error: log_metric('loss', …): the log already uses")
 
 
 def test_the_function_in_the_docs_works_on_messages_and_on_texts(rows_of, tmp_path):

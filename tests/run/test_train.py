@@ -108,17 +108,8 @@ def test_nan_and_infinity_end_the_run_with_one_sentence(files, tmp_path, capsys)
         r"the gradient's norm is (inf|nan), so no update was made: lower --lea.* checkpoint",
         error("gradient", *huge),
     )
-    options = [
-        "--learning-rate",
-        "9e37",
-        "--weight-decay",
-        "9e37",
-        "--save-steps",
-        "1",
-        "--max-steps",
-        "1",
-    ]
-    saved = error("saved", *options)
+    options = "--learning-rate 9e37 --weight-decay 9e37 --save-steps 1 --max-steps 1"
+    saved = error("saved", *options.split())
     assert re.match(r".*checkpoint-1 is not saved, because \S+ is not finite: ", saved)
     assert {p.name for p in (tmp_path / "saved").iterdir()} == {".lock", "metrics.jsonl"}
     weights = load_file(base / "model.safetensors")

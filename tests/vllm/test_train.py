@@ -56,13 +56,8 @@ def test_a_run_samples_from_the_server_and_sends_it_the_weights_of_every_step(
 
 @pytest.mark.parametrize("mode", WEIGHTED)
 def test_the_correction_is_applied_and_logged(argv, tmp_path, mode):
-    bounds = [
-        "--vllm-importance-sampling-clip-min",
-        "0.1",
-        "--vllm-importance-sampling-clip-max",
-        "2",
-    ]
-    assert train.main(argv("--vllm-importance-sampling-mode", mode, *bounds)) == 0
+    bounds = "--vllm-importance-sampling-clip-min 0.1 --vllm-importance-sampling-clip-max 2"
+    assert train.main(argv("--vllm-importance-sampling-mode", mode, *bounds.split())) == 0
     row = steps(tmp_path)[0]
     low, high = (row[f"sampling/importance_sampling_ratio/{how}"] for how in ("min", "max"))
     assert high <= 2
