@@ -173,6 +173,8 @@ class PackedBatch:
     importance: Tensor | None = None
     # [M] float32: the factor of the entropy bonus in the objective; None: no bonus
     entropy_weight: Tensor | None = None
+    # replaces nanogrpo/model/head.py for this batch; None: nothing does
+    head: Any = None
     # (first row, `Prompt.inputs`) of each prompt that has such inputs
     inputs: list[tuple[int, Any]] = field(default_factory=list)
 

@@ -70,6 +70,10 @@ ROWS = {
     "strips of 60 tokens": Row("--token-budget 60", base={"tie_word_embeddings": True}),
     "four updates per step": Row("--steps-per-generation 2 --num-iterations 2"),
     "KL penalty": Row("--beta 0.05"),
+    "truncated sampling": Row(
+        "--top-k 60 --top-p 0.9 --steps-per-generation 2 --num-iterations 2 --beta 0.05"
+        " --token-budget 60 --vllm-importance-sampling-mode token_truncate"
+    ),
     "dynamic sampling, and MaxRL": Row(
         "--max-resample-times 2 --advantage-estimator maxrl",
         prepare=lambda folder: _some_prompts(folder),

@@ -162,8 +162,9 @@ MISTAKES = [
     ),
     # --- vLLM ---
     (
-        "--engine vllm --server http://127.0.0.1:1 --top-p 0.9",
-        "--top-p 0.9 cannot be used with --engine vllm",
+        "--engine vllm --server http://127.0.0.1:1 --top-p 0.9 --eval-steps 1 --eval-temperature 1"
+        " --eval-data FILES/data.jsonl",
+        "--eval-temperature 1.0 cannot be used with --top-p and --engine vllm, because",
     ),
     (
         "--engine vllm --server http://127.0.0.1:1 --vllm-options x",

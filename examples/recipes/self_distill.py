@@ -78,9 +78,9 @@ class SelfDistill(Feature):
                 i: Sample(Prompt(i, "", self.hinted[i]), 0, y.tolist(), [0.0] * len(y), True, [])
                 for i, y in texts
             }
-            strip = [Piece([i], 0, 0, 0) for i in samples]
-            update = Update(ids, 1, [[strip]])
+            update = Update(ids, 1, [[[Piece([i], 0, 0, 0) for i in samples]]])
             (hinted,) = packing.pack(update, samples, self.cfg, device=run.world.device)
+            hinted.head = batch.head
             gap = logp(run.model, hinted, self.cfg) - logp(run.model, batch, self.cfg)  # [M]
             batch.advantage = self.cfg.reward_coef * batch.advantage + self.cfg.hint_coef * gap
 

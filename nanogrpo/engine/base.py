@@ -20,8 +20,8 @@ from nanogrpo.types import Prompt, Sample
 class SamplingParams:
     """How completions are sampled.
 
-    Log-probs are always computed from softmax(logits / temperature) over the full vocabulary. The
-    filters top_k and top_p are applied after the temperature, in this order, as in transformers.
+    Log-probs are those of softmax(logits / temperature) over the tokens that top_k, and then top_p,
+    keep, as in transformers.
     """
 
     temperature: float = 1.0  # 0: greedy sampling, with log-probs at temperature 1

@@ -34,6 +34,7 @@ class Runner:
         self.model, self.cache, self.state = model, cache, state  # state: see Scheduler
         self.logp = torch.zeros(state.shape[1], device=state.device)  # of each row's newest token
         self.head: HeadOp = logits
+        self.filters = sampler.filter_logits
 
     def prefill(self, waiting: Iterable[Completion]) -> dict[int, Prefix]:
         """Compute the keys and values of the first waiting prompts, up to PREFILL_TOKENS tokens."""
@@ -94,6 +95,7 @@ class Runner:
         token, position, last, key = self.state[:, :rows]  # [rows] each
         self.cache.begin(position, span)
         found = self.model(token, position, self.cache, None, self.head)  # [rows, V]
-        sampled, self.logp[:rows] = sampler.sample(found, key, position, params)
+        kept = self.filters(found, params)
+        sampled, self.logp[:rows] = sampler.sample(kept, key, position, params)
         token.copy_(sampled)
         torch.minimum(position + 1, last, out=position)  # a finished row keeps its position

@@ -1,7 +1,7 @@
 """Apply the filters top_k and top_p, then sample one token per row.
 
 In: logits `[b, V]`, and each row's random key and counter `[b]`. Out: tokens `[b]` and their
-log-probs `[b]` before filtering. The random numbers are counter-based: each number is a hash of the
+log-probs `[b]` after filtering. The random numbers are counter-based: each number is a hash of the
 completion's key and the token's position. So the random numbers of a completion are the same in any
 row, in any batch and on any rank. The completion is also the same, unless the logits are rounded
 differently in another batch, which can happen in bfloat16. Read next: kernels/reference/sample.py
@@ -20,7 +20,7 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
         kth = logits.topk(params.top_k).values[:, -1:]  # [b, 1]; tokens tied with the k-th are kept
         logits = logits.masked_fill(logits < kth, float("-inf"))
     if params.top_p < 1.0:
-        ascending, order = logits.sort(dim=-1)
+        ascending, order = (logits.float() / (params.temperature or 1)).sort(dim=-1)
         # unlikely tokens outside the top_p set
         tail = ascending.softmax(-1).cumsum(-1) <= 1.0 - params.top_p
         tail[:, -1] = False  # always keep the most likely token
@@ -33,16 +33,12 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Sample one token per row. Return tokens [b] int64 and their log-probs [b] float32.
 
-    The inputs are logits [b, V], and key and counter [b] int64. The log-probs are those of
-    softmax(logits / temperature), without the filters.
+    The inputs are filtered logits [b, V], and key and counter [b] int64. The log-probs are those of
+    softmax(logits / temperature).
     """
-    sample_tokens = functions_for(logits.device).sample_tokens
-    unfiltered = params.top_k == 0 and params.top_p == 1.0
-    if unfiltered and params.temperature > 0:
-        return sample_tokens(logits, key, counter, params.temperature)
-    logits = logits.float() / (params.temperature or 1)
-    if params.temperature == 0:
-        token = logits.argmax(-1)  # [b]
-    else:
-        token, _ = sample_tokens(filter_logits(logits, params), key, counter, 1.0)
-    return token, logits.log_softmax(-1).gather(1, token[:, None])[:, 0]
+    if params.temperature:
+        functions = functions_for(logits.device)
+        return functions.sample_tokens(logits, key, counter, params.temperature)
+    logits = logits.float()
+    token = logits.argmax(-1, keepdim=True)  # [b, 1]
+    return token[:, 0], logits.log_softmax(-1).gather(1, token)[:, 0]

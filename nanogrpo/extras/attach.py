@@ -88,6 +88,10 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
         from nanogrpo.extras.options import Config as Full
 
         cfg = cfg if isinstance(cfg, Full) else Full(**vars(cfg))
+    if cfg.top_k or cfg.top_p < 1:
+        from nanogrpo.extras.truncation import Truncation
+
+        yield Truncation()  # comes before the features that wrap the engine or read the batches
     if full and (cfg.tools or cfg.environment_factory or cfg.rollout):
         from nanogrpo.extras.tools.feature import Tools
 

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import torch
 
+from nanogrpo.errors import UserError
 from nanogrpo.grpo.loss import clip_of, loss_inputs
 from nanogrpo.kernels.head import HeadPolicyLoss
 from nanogrpo.model.dispatch import functions_for
@@ -30,6 +31,11 @@ def distill_objective(batch, cfg, teachers, divergence):
     teachers: (decoder, factor [M]) of each teacher. divergence: (log-probs of the student [C, V],
     log-probs of the teacher [C, V]) → [C].
     """
+    if batch.head:
+        raise UserError(
+            "--top-k and --top-p cannot be used with a teacher over the full vocabulary: leave "
+            "them out."
+        )
     values, ops = torch.zeros_like(batch.weight), functions_for(batch.weight.device)  # [M]
 
     def op(hidden, lm_head):  # inside the student's forward pass

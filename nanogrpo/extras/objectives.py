@@ -22,10 +22,10 @@ from torch import Tensor
 
 from nanogrpo.extras.options import CLIPPED, FIELDS, ObjectivesOptions
 from nanogrpo.feature import Feature
-from nanogrpo.grpo.loss import DIVISORS, clip_of
+from nanogrpo.grpo.loss import DIVISORS, clip_of, logp_of
 from nanogrpo.kernels.reference import policy
 from nanogrpo.kernels.reference.policy import LOG_RATIO_MAX
-from nanogrpo.model.head import HeadOp, PolicyOut, head_logp
+from nanogrpo.model.head import HeadOp, PolicyOut
 from nanogrpo.types import PackedBatch
 
 logger = logging.getLogger("nanogrpo")
@@ -61,8 +61,11 @@ class Objectives(Feature):
         if not cfg.needs_two_phases:
             return None
 
-        how = batch.targets, cfg.temperature
-        return lambda hidden, lm_head: loss(*head_logp(hidden, lm_head, *how), batch, cfg)
+        def op(hidden: Tensor, lm_head: Tensor) -> PolicyOut:
+            logp, entropy = logp_of(batch, cfg)(hidden, lm_head)
+            return loss(logp, entropy, batch, cfg)
+
+        return op
 
 
 class Sequences:

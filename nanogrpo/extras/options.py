@@ -103,8 +103,6 @@ class BitwiseOptions(Core):
         used = {
             "engine vllm": others.engine == "vllm",
             "lora-r": others.lora_r,
-            "top-p": self.top_p < 1,
-            "top-k": self.top_k,
         }
         for name in (name for name, value in used.items() if self.bitwise and value):
             yield f"--bitwise cannot be used with --{name}: leave one of them out."

@@ -74,14 +74,12 @@ def token_weight(length: int, n_samples: int, n_tokens: int, cfg: Config) -> flo
 
 def clip_of(cfg: Config) -> Clip:
     """Return the constants for clipping and for the KL."""
-    delta = math.inf if cfg.delta is None else cfg.delta
-    return Clip(cfg.epsilon, cfg.upper_epsilon, delta, cfg.beta)
+    return Clip(cfg.epsilon, cfg.upper_epsilon, cfg.delta or math.inf, cfg.beta)
 
 
 def loss_inputs(batch: PackedBatch) -> LossInputs:
-    """Return the vectors [M] that are the inputs of the loss."""
-    vectors = batch.advantage, batch.weight, batch.old_logp, batch.ref_logp
-    return LossInputs(*vectors, batch.importance, batch.entropy_weight)
+    """Return the vectors [M] of the batch that are the inputs of the loss."""
+    return LossInputs(**{name: getattr(batch, name) for name in LossInputs._fields})
 
 
 def objective(batch: PackedBatch, cfg: Config, features: Sequence[Feature] = ()) -> HeadOp:
@@ -91,7 +89,7 @@ def objective(batch: PackedBatch, cfg: Config, features: Sequence[Feature] = ())
     the gradient in the same pass over the logits. A feature may replace the loss.
     """
     return first(feature.objective(batch, cfg) for feature in features) or functools.partial(
-        head.head_policy_loss,
+        (batch.head or head).head_policy_loss,
         targets=batch.targets,
         inputs=loss_inputs(batch),
         clip=clip_of(cfg),
@@ -104,4 +102,6 @@ def logp_of(batch: PackedBatch, cfg: Config) -> HeadOp:
 
     The operation returns logp [M] and entropy [M].
     """
-    return functools.partial(head.head_logp, targets=batch.targets, temperature=cfg.temperature)
+    return functools.partial(
+        (batch.head or head).head_logp, targets=batch.targets, temperature=cfg.temperature
+    )

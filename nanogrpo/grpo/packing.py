@@ -38,8 +38,9 @@ class Strips(Sequence[PackedBatch]):
     the current one.
     """
 
-    def __init__(self, count: int, build: Callable[[int], PackedBatch]):
-        self.indices, self.build = range(count), functools.cache(build)
+    def __init__(self, count: int, samples: Samples, build: Callable[[int], PackedBatch]):
+        self.indices, self.samples = range(count), samples  # which `PackedBatch.sample` refers to
+        self.build = functools.cache(build)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -60,7 +61,7 @@ def pack(
     `samples` needs to contain only the samples that this rank computes.
     """
     strips = update.strips[rank]
-    return Strips(len(strips), lambda k: _pack(strips[k], samples, update, cfg).to(device))
+    return Strips(len(strips), samples, lambda k: _pack(strips[k], samples, update, cfg).to(device))
 
 
 def _pack(strip: Strip, samples: Samples, update: Update, cfg: Config) -> PackedBatch:
@@ -104,9 +105,8 @@ def _pack(strip: Strip, samples: Samples, update: Update, cfg: Config) -> Packed
             logp.append(np.asarray(s.logp)[trained])
             n = len(trained)
             sample.append(np.full(n, i))
-            each = s.token_advantages
-            given = s.advantage if each is None else np.full(len(s.token_ids), each)[trained]
-            advantage.append(np.full(n, given))
+            each = s.advantage if s.token_advantages is None else s.token_advantages
+            advantage.append(np.full(len(s.token_ids), each)[trained])
             weight.append(np.full(n, token_weight(n, len(update.samples), update.n_tokens, cfg)))
     if not tokens:  # a dummy token: a rank without work still joins the collectives
         sequence([0], NO_ROWS)

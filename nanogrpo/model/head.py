@@ -65,11 +65,13 @@ def head_policy_loss(
     *,
     temperature: float = 1.0,
     chunk: int | None = None,
+    functions: Any = None,
 ) -> PolicyOut:
     """Compute Σ weight · l - Σ entropy_weight · H in three matrix products.
 
     The arguments hidden [M, D] and lm_head [V, D] have the same dtype; targets is [M] int64. At
-    most `chunk` rows are processed at a time. The gradients are computed during the forward pass.
+    most `chunk` rows are processed at a time. `functions` replaces the package of kernels. The
+    gradients are computed during the forward pass.
     So `inputs.weight` must be known beforehand, and the backward pass can only scale these
     gradients by a number. Under `no_grad`, one matrix product is enough.
     """
@@ -77,7 +79,14 @@ def head_policy_loss(
         hidden, lm_head = hidden.detach(), lm_head.detach()
     chunk = chunk or default_chunk(len(lm_head), hidden.dtype, hidden.device)
     loss, logp, entropy, flags, kl = HeadPolicyLoss.apply(
-        hidden, lm_head, targets, inputs, clip, temperature, chunk, functions_for(hidden.device)
+        hidden,
+        lm_head,
+        targets,
+        inputs,
+        clip,
+        temperature,
+        chunk,
+        functions or functions_for(hidden.device),
     )
     return PolicyOut(loss, logp, entropy, kl, {"clip": flags})
 
@@ -89,6 +98,7 @@ def head_logp(
     temperature: float = 1.0,
     *,
     chunk: int | None = None,
+    functions: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log-prob and entropy [M] float32 under softmax(hidden @ lm_head.T / temperature).
 
@@ -99,5 +109,5 @@ def head_logp(
     float32.
     """
     chunk = chunk or default_chunk(len(lm_head), hidden.dtype, hidden.device)
-    functions = functions_for(hidden.device)
+    functions = functions or functions_for(hidden.device)
     return HeadLogp.apply(hidden, lm_head, targets, temperature, chunk, functions)

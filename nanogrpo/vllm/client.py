@@ -75,12 +75,13 @@ class VLLMEngine:
         timeout: float = 60.0,
         # whether the servers sleep while the trainer trains: see `wake`
         sleeps: bool = False,
+        masks: bool = False,  # whether the servers return sampling masks: see protocol.body
         world: World = ALONE,
     ):
         self.world = world.patient()
         self.cfg, self.max_len, self.sidecar, self.patience = model.cfg, max_len, sidecar, PATIENCE
         self.window, self.timeout = window, timeout
-        self.transport, self.sleeps = transport, sleeps
+        self.transport, self.sleeps, self.masks = transport, sleeps, masks
         self.interval = HEARTBEAT
         self.version = -1  # version of the weights
         self.restarts = 0  # how often all servers were lost before one answered again
@@ -161,7 +162,8 @@ class VLLMEngine:
 
         A thread may call this method while the loop trains (extras/ahead.py).
         """
-        groups = [GroupRequest(p, n, protocol.body(p, n, params, step)) for p in prompts]
+        how = n, params, step, self.masks
+        groups = [GroupRequest(p, n, protocol.body(p, *how)) for p in prompts]
         idle = 0  # consecutive rounds in which a server was alive, but no group was finished
         while waiting := [g for g in groups if g.samples is None]:
             self._recover()

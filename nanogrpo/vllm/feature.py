@@ -56,6 +56,7 @@ class VLLM(Feature):
             transport=cfg.weight_transport,
             timeout=cfg.server_timeout,
             sleeps=cfg.vllm_enable_sleep_mode,
+            masks=needs_masks(cfg),
             world=run.world,
         )
         return self.client
@@ -84,6 +85,10 @@ def memory_needed(run: Run) -> int:
     return memory.on_device([row for row in rows if not row.of_server])
 
 
+def needs_masks(cfg: Any) -> bool:
+    return cfg.top_k > 0 or cfg.top_p < 1
+
+
 def own_server(run: Run, max_len: int) -> Sidecar:
     """Return a server of our own, which is not started yet. Every rank must call it."""
     cfg: Any = run.cfg
@@ -96,6 +101,8 @@ def own_server(run: Run, max_len: int) -> Sidecar:
         options += world.once(lambda: memory.server_share(world, memory_needed(run), given))
     if cfg.vllm_enable_sleep_mode:
         options.append("--enable-sleep-mode")
+    if needs_masks(cfg):
+        options.append("--return-sampling-mask")
     if "," in own:
         options += ["--tensor-parallel-size", str(len(own.split(",")))]
     return Sidecar(

@@ -56,13 +56,13 @@ class VLLMOptions(Config):
     def problems(self) -> Iterator[str]:
         if self.engine == "local":
             return
-        for name in ("top_p", "top_k"):
-            if getattr(self, name) != getattr(Config, name):
-                yield (
-                    f"--{dashed(name)} {getattr(self, name)} cannot be used with --engine vllm,"
-                    " because its log-probs would include the filter, which training does not"
-                    f" apply: use {getattr(Config, name)}."
-                )
+        if self.eval_steps and self.eval_temperature and self.top_p < 1 and not self.top_k:
+            yield (
+                f"--eval-temperature {self.eval_temperature} cannot be used with --top-p and"
+                " --engine vllm, because evaluations are not truncated, and the server would return"
+                " the ids of the whole vocabulary for each token: add --top-k, or leave"
+                " --eval-temperature out."
+            )
         if not 0.01 <= self.temperature <= 2:
             yield (
                 f"--temperature {self.temperature} is outside the range of vLLM: give a value"

@@ -13,14 +13,18 @@ import dataclasses
 import hashlib
 from dataclasses import dataclass
 
+import numpy as np
+
 import nanogrpo.extras.rope_scaling  # adds kinds of RoPE scaling
 import nanogrpo.extras.window  # noqa: F401 (adds layers with a sliding window)
 from nanogrpo.engine.base import SamplingParams, stream
 from nanogrpo.errors import UserError, reading
+from nanogrpo.extras.truncation import packed, with_sets
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm.server import ServerError
 
+ALL = 1 << 30  # a top_k that keeps every vocabulary
 SENTINEL = -9999.0  # vLLM's HTTP layer writes this number for a log-prob that is NaN or -inf
 
 
@@ -93,12 +97,17 @@ def transport(wanted: str, server: str, info: dict, ours: dict[str, str]) -> str
     raise UserError(f"--server {server} {problem}.")
 
 
-def body(prompt: Prompt, n: int, params: SamplingParams, step: int) -> dict:
+def body(prompt: Prompt, n: int, params: SamplingParams, step: int, masks: bool = False) -> dict:
     """Return the request for a group, with every sampling field, so that no default applies.
 
     vLLM seeds completion i of a request with seed + i. The seed is a hash of (seed, step, prompt),
-    so the same request always returns the same completions, on any server at any time.
+    so the same request always returns the same completions, on any server at any time. masks:
+    whether the server returns the tokens that top_k and top_p keep. Such a server refuses 0 for
+    temperature and top_k.
     """
+    temperature, top_k = params.temperature, params.top_k
+    if masks:  # with a top_k of 1, sampling is greedy
+        temperature, top_k = (temperature, top_k or ALL) if temperature else (1.0, 1)
     return {
         "token_ids": prompt.token_ids,
         "sampling_params": {
@@ -106,9 +115,9 @@ def body(prompt: Prompt, n: int, params: SamplingParams, step: int) -> dict:
             "n": n if params.temperature else 1,
             # 62 bits, so that seed + i fits into the 63 bits that vLLM allows
             "seed": stream(params.seed, step, prompt.id, 0) >> 1,
-            "temperature": params.temperature,
-            "top_k": 0,
-            "top_p": 1.0,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": params.top_p,
             "min_p": 0.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
@@ -180,6 +189,13 @@ def read(
                 f"version {versions[-1]}; the weights contain or cause NaN or infinity: look "
                 "at the gradient norm of the preceding steps."
             )
+        if params["top_k"]:
+            if choice.get("sampling_mask") is None:
+                raise UserError(
+                    f"{server} does not return the masks that --top-k and --top-p need: start "
+                    "serve.py with --return-sampling-mask."
+                )
+            logp = with_sets(logp, [packed(np.array(kept)) for kept in choice["sampling_mask"]])
         return Sample(prompt, choice["index"], ids, logp, bool(ends), versions)
 
     samples = sorted(map(sample, reply["choices"]), key=lambda s: s.index)

@@ -17,7 +17,10 @@ def test_the_bits_depend_neither_on_the_slots_nor_on_the_strips_nor_on_the_ranks
     assert any(row[GAP[1]] > 0 for row in usual)
     runs = {
         options: rows_of(f"--bitwise {options}", folder=options or "all")
-        for options in ("", "--max-concurrent 1", "--max-concurrent 7", "--token-budget 40")
+        for options in (
+            *("", "--max-concurrent 1", "--max-concurrent 7", "--token-budget 40"),
+            "--top-k 40 --top-p 0.9",
+        )
     }
     row = "the same bits in engine and trainer"
     two = steps(configurations.on_ranks(2, row, tmp_path / "two"))

@@ -76,8 +76,7 @@ def test_log_probs_equal_the_trainers_after_each_load(temperature, changes, page
     monkeypatch.setattr(local, "REPACK_FROM", 0)
     engine = make_engine(tiny_model(**changes), slots=5, max_len=80, paged=paged)
     # the cache of a CPU widens after 64 tokens
-    truncation = {"top_k": 40, "top_p": 0.9} if temperature == 0.7 else {}
-    params = dataclasses.replace(PARAMS, temperature=temperature, max_tokens=40, **truncation)
+    params = dataclasses.replace(PARAMS, temperature=temperature, max_tokens=40)
     for seed in (0, 1):
         model = tiny_model(seed=seed, **changes)
         engine.load(model, version=seed)

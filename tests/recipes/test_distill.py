@@ -33,7 +33,7 @@ def holder(hidden, head):
 
 def trained(hidden, head, inputs, teachers, beta, targets=None):
     """Return the loss of a full-vocabulary distillation, and its gradients."""
-    batch = SimpleNamespace(**inputs._asdict(), targets=targets)
+    batch = SimpleNamespace(**inputs._asdict(), targets=targets, head=None)
     cfg = distill.Options(temperature=T)
     op = distill_head.distill_objective(
         batch, cfg, teachers, lambda p, q: distill.divergence(p, q, beta)

@@ -177,7 +177,9 @@ class FakeVLLM:
         content = [{"token_id": t, "logprob": -rng.random()} for t in ids]
         reason = "stop" if ids[-1] in stops else "length"
         spans = [{"version": self.label, "start": 0, "end": len(ids)}]
+        masks = [sorted({t, *rng.sample(others, 3)}) for t in ids] if params["top_k"] else None
         return {
+            "sampling_mask": masks,
             "index": i,
             "token_ids": ids,
             "logprobs": {"content": content},

@@ -16,6 +16,7 @@ import transformers
 
 from nanogrpo.engine.base import SamplingParams, stream
 from nanogrpo.errors import UserError
+from nanogrpo.extras.truncation import unpacked
 from nanogrpo.vllm import auth
 from nanogrpo.vllm.protocol import check_server
 from nanogrpo.vllm.server import Server, ServerLost
@@ -80,6 +81,24 @@ def test_a_greedy_completion_is_requested_once_per_group(fake):
     assert [s.index for s in samples] == [0, 1, 2]
     assert samples[0].token_ids == samples[2].token_ids
     assert fake.generated()[0]["sampling_params"]["n"] == 1
+
+
+def test_each_token_has_the_set_that_the_filters_keep(fake):
+    engine = engine_of(fake, masks=True)
+    plain, greedy = SamplingParams(0.7, top_p=0.9, max_tokens=4), SamplingParams(0.0, max_tokens=4)
+    (sample,) = engine.sample(PROMPTS[:1], 1, plain, step=0)
+    engine.sample(PROMPTS[:1], 1, greedy, step=0)
+    sent = [body["sampling_params"] for body in fake.generated()]
+    # with masks, vLLM refuses 0
+    assert [(p["temperature"], p["top_k"], p["top_p"]) for p in sent] == [
+        (0.7, 1 << 30, 0.9),
+        (1.0, 1, 1.0),
+    ]
+    expected = fake.choice(0, sent[0])["sampling_mask"]
+    assert [unpacked(x.kept).tolist() for x in sample.logp] == expected
+    spoiled(fake, lambda choice: choice.update(sampling_mask=None))
+    with pytest.raises(UserError, match="with --return-sampling-mask"):
+        engine.sample(PROMPTS[:1], 1, plain, step=0)
 
 
 def test_prefixes_of_other_weights_and_other_runs_are_never_reused(fake):

@@ -1,0 +1,166 @@
+"""Exact log-probs if --top-k or --top-p truncates the distribution that is sampled.
+
+The engine samples from π_S(y) = exp(z_y) / Σ_{j∈S} exp(z_j), where S is the set of tokens that the
+filters keep. The trainer computes this log-prob, too: for each token, S travels from the engine to
+the trainer together with the engine's log-prob, which becomes a `Logp`. The sets do not change in
+later updates, nor for the reference model. docs/precision.md explains why.
+
+In: logits of the embedded engine, or vLLM's sampling masks. Out: a `Head` for each micro-batch,
+which sets the logits of all other tokens to -inf. Read before: engine/sampler.py. Read next:
+kernels/head.py, vllm/protocol.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanogrpo.engine.base import Engine, SamplingParams
+from nanogrpo.engine.local import LocalEngine
+from nanogrpo.extras.wrapper import Wrapper
+from nanogrpo.feature import Feature
+from nanogrpo.model import head
+from nanogrpo.model.dispatch import functions_for
+from nanogrpo.model.head import PolicyOut
+from nanogrpo.types import Prompt, Sample
+
+if TYPE_CHECKING:
+    from nanogrpo.engine.scheduler import Completion
+    from nanogrpo.run.setup import Run
+
+ROWS = 128  # rows whose sets are on the device at the same time
+
+
+class Logp(float):
+    """A log-prob, and the set of tokens over which it is normalized."""
+
+    kept: np.ndarray  # see `packed`
+
+
+def with_sets(logp: Sequence[float], sets: Sequence[np.ndarray]) -> list[float]:
+    """Return a `Logp` for each token."""
+    out = [*map(Logp, logp)]
+    for x, kept in zip(out, sets, strict=True):
+        x.kept = kept
+    return [*out]
+
+
+def packed(ids: np.ndarray) -> np.ndarray:
+    """Return the set with these ids, which must be in increasing order: the ids [n] int32, or, if
+    that is smaller, a bit for each id of the vocabulary [V/8] uint8.
+    """
+    if 32 * len(ids) <= ids[-1]:
+        return ids.astype(np.int32)
+    bits = np.zeros(ids[-1] + 1, bool)
+    bits[ids] = True
+    return np.packbits(bits)
+
+
+def unpacked(kept: np.ndarray) -> np.ndarray:
+    """Return the ids of a set."""
+    return np.flatnonzero(np.unpackbits(kept)) if kept.dtype == np.uint8 else kept
+
+
+class Truncation(Feature):
+    def wrap(self, engine: Engine, run: Run) -> Engine | None:
+        return KeepingEngine(engine) if isinstance(engine, LocalEngine) else None
+
+    def batches(self, run: Run, batches: Any) -> None:
+        for batch in batches:
+            samples = [batches.samples[i] for i in batch.sample.unique_consecutive().tolist()]
+            batch.head = Head([s.logp[t].kept for s in samples for t in s.model_token_indices])
+
+
+class KeepingEngine(Wrapper):
+    """An embedded engine that returns the set of each token."""
+
+    engine: LocalEngine
+
+    def __init__(self, engine: LocalEngine):
+        self.engine, runner = engine, engine.runner
+        self.filters, self.step, self.decode = runner.filters, runner.step, runner.decode
+        vars(runner).update(filters=self._filters, step=self._step, decode=self._decode)
+        # the tokens that the newest step has kept; CUDA graphs write to this tensor
+        shape = engine.slots, len(engine.model.lm_head.weight)
+        self.newest = torch.zeros(shape, dtype=torch.bool, device=engine.device)
+
+    def sample(
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
+    ) -> list[Sample]:
+        self.sets: dict[int, list[np.ndarray]] = defaultdict(list)  # by id(sample)
+        samples = self.engine.sample(prompts, n, params, step)
+        for s in samples:
+            s.logp = with_sets(s.logp, self.sets[id(s)][: len(s.logp)])
+        return samples
+
+    def _filters(self, logits: Tensor, params: SamplingParams) -> Tensor:
+        logits = self.filters(logits, params)
+        self.newest[: len(logits)] = logits > -torch.inf
+        return logits
+
+    def _step(self, rows: int, span: int, params: SamplingParams) -> None:
+        self.step(rows, span, params)
+        self.steps.append(self.newest[:rows].clone())
+
+    def _decode(self, active: Sequence[Completion], params: SamplingParams) -> Any:
+        self.steps: list[Tensor] = []  # [b, V] bool each
+        out = self.decode(active, params)
+        sets = [self.sets[id(c.sample)] for c in active]
+        for c, own in zip(active, sets):
+            del own[len(c.sample.token_ids) :]  # the scheduler has discarded these tokens
+        for kept in self.steps:
+            ids, ends = kept.nonzero()[:, 1].cpu().numpy(), kept.sum(1).cumsum(0).tolist()
+            for own, each in zip(sets, np.split(ids, ends)):
+                own.append(packed(each))
+        return out
+
+
+class Head:
+    """The operations of model/head.py, where the logits of tokens outside of their sets are -inf.
+
+    kept: the set of each of the M tokens of a batch, as `packed` returns it.
+    """
+
+    def __init__(self, kept: Sequence[np.ndarray]):
+        self.kept = kept
+
+    def head_logp(
+        self, hidden: Tensor, lm_head: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        return head.head_logp(hidden, lm_head, **self.replaced(targets), temperature=temperature)
+
+    def head_policy_loss(
+        self, hidden: Tensor, lm_head: Tensor, targets: Tensor, **more: Any
+    ) -> PolicyOut:
+        return head.head_policy_loss(hidden, lm_head, **self.replaced(targets), **more)
+
+    def replaced(self, targets: Tensor) -> dict[str, Any]:
+        """Return the numbers of the rows [M] in place of targets, and functions that take them."""
+
+        def of(function: Callable) -> Callable:
+            def restricted(logits: Tensor, rows: Tensor, *more: Any, **others: Any) -> Any:
+                restrict_(logits, [self.kept[i] for i in rows.tolist()])
+                return function(logits, targets[rows], *more, **others)
+
+            return restricted
+
+        functions = vars(functions_for(targets.device))
+        taken = "log_softmax_forward", "log_softmax_backward_", "policy_rows_"
+        own = SimpleNamespace(**functions | {name: of(functions[name]) for name in taken})
+        return {"targets": torch.arange(len(targets)).to(targets), "functions": own}
+
+
+def restrict_(logits: Tensor, kept: Sequence[np.ndarray]) -> None:
+    """Set each row of logits [C, V] to -inf outside of its set, in place."""
+    for start in range(0, len(logits), ROWS):
+        part = logits[start : start + ROWS].view(-1)  # [rows · V]
+        ids = [unpacked(each) + i * logits.shape[1] for i, each in enumerate(kept[start:][:ROWS])]
+        at = torch.from_numpy(np.concatenate(ids)).to(logits.device)
+        inside = part[at]
+        part.fill_(-torch.inf)[at] = inside

@@ -1,0 +1,121 @@
+"""--top-k and --top-p: the loss has the log-probs of the truncated distribution.
+
+tests/configurations.py has the row for two ranks and for resuming, and test_bitwise.py compares the
+bits of engine and trainer. Read next: test_sampler.py (the filters).
+"""
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+
+from nanogrpo.engine.base import SamplingParams
+from nanogrpo.engine.local import LocalEngine
+from nanogrpo.extras.objectives import Objectives
+from nanogrpo.extras.options import Config
+from nanogrpo.extras.truncation import KeepingEngine, Truncation, packed, unpacked
+from nanogrpo.grpo import loss, packing
+from nanogrpo.grpo.schedule import plan
+from nanogrpo.model.decoder import logits
+from tests.conftest import positions_of, tiny_model
+from tests.engine.test_local import make_prompts
+
+T = 0.8
+FILTERS = [{"top_k": 9}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.6}]
+
+
+def changed(model, seed, size=0.02):
+    """Return a copy of the model with slightly different weights, in float64."""
+    model, generator = copy.deepcopy(model).double(), torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.data += size * torch.randn(p.shape, generator=generator)
+    return model
+
+
+def full(model, sample):
+    """Return logits / T of the completion's tokens over the full vocabulary, [tokens, V]."""
+    ids = torch.tensor(sample.prompt.token_ids + sample.token_ids)
+    z = model(ids, *positions_of([len(ids)]), None, logits)
+    return z[len(sample.prompt.token_ids) - 1 : -1] / T
+
+
+def kept(z, top_k=0, top_p=1.0):
+    """Return the set of tokens by its definition, for logits of one token [V]."""
+    order = z.argsort(descending=True).tolist()[: top_k or None]
+    p = z[order].softmax(-1).tolist()
+    before = itertools.accumulate(p[:-1], initial=0.0)  # the probability of all likelier tokens
+    return sorted(token for token, mass in zip(order, before) if mass < top_p)
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo"])  # fused, and in two phases
+def test_values_and_gradients_are_those_of_a_float64_model_over_the_full_vocabulary(
+    filters, loss_type
+):
+    model = tiny_model()
+    local = LocalEngine(model.cfg, max_len=64, slots=5, device="cpu", paged=True, cache_tokens=64)
+    local.runner.stride = 3  # as on a GPU: some tokens are discarded
+    engine = KeepingEngine(local)
+    engine.load(model, 0)
+    params = SamplingParams(T, max_tokens=8, stop_token_ids=(99,), **filters)
+    samples = engine.sample(make_prompts(), 3, params, step=0)
+    assert engine.metrics()["sampling/put_back"]
+    for i, s in enumerate(samples):
+        s.advantage = (-1.0) ** i * (1 + i / 8)
+    samples = pickle.loads(pickle.dumps(samples))  # as when a sample moves to another rank
+    cfg = Config(temperature=T, beta=0.1, loss_type=loss_type, token_budget=60, epsilon_high=0.3)
+    update = plan(range(len(samples)), [s.facts for s in samples], cfg)
+    batches = packing.pack(update, samples, cfg)
+    assert len(batches) > 1
+    assert any(batch.kv_rows is not None for batch in batches)
+    Truncation().batches(None, batches)
+    # a later update
+    first, old, ref, now = (changed(model, seed, 0.02 * (seed > 0)) for seed in range(4))
+    total, expected = 0.0, 0.0
+    for batch in batches:
+        batch.weight = batch.weight.double().fill_(1 / update.n_tokens)
+        batch.entropy_weight = 0.1 * batch.weight
+        with torch.no_grad():
+            batch.old_logp, _ = old.forward_strip(batch, loss.logp_of(batch, cfg))
+            batch.ref_logp, _ = ref.forward_strip(batch, loss.logp_of(batch, cfg))
+        op = loss.objective(batch, cfg, [Objectives(cfg)])
+        total = total + now.forward_strip(batch, op).loss
+    for s in samples:
+        with torch.no_grad():
+            sets = [kept(z, **filters) for z in full(first, s)]
+        assert [unpacked(x.kept).tolist() for x in s.logp] == sets
+        at = torch.arange(len(sets)), torch.tensor(s.token_ids)
+        logp, entropy = [], []
+        for policy in (now, old, ref, first):
+            z = full(policy, s)
+            outside = torch.ones_like(z, dtype=torch.bool)
+            for row, ids in enumerate(sets):
+                outside[row, ids] = False
+            z = z.masked_fill(outside, -1e9)  # finite, so that autograd knows p log p
+            logp_all = z.log_softmax(-1)
+            logp.append(logp_all[at])
+            entropy.append(-(logp_all.exp() * logp_all).sum(-1))
+        new, before, reference, engines = logp
+        # … and the engine's
+        torch.testing.assert_close(torch.tensor(s.logp).double(), engines, atol=1e-5, rtol=0)
+        ratio, x = (new - before.detach()).exp(), reference.detach() - new
+        if loss_type == "cispo":
+            l = -ratio.detach().clamp(max=0.3) * s.advantage * new
+        else:
+            l = -torch.min(ratio * s.advantage, ratio.clamp(0.8, 1.3) * s.advantage)
+        l = l + 0.1 * ratio * (x.exp() - x - 1) - 0.1 * entropy[0]
+        expected = expected + l.sum() / update.n_tokens
+    torch.testing.assert_close(total, expected, rtol=1e-11, atol=1e-11)
+    mine, theirs = (torch.autograd.grad(y, [*now.parameters()]) for y in (total, expected))
+    torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+
+
+def test_a_set_is_never_larger_than_a_bit_for_each_token_of_the_vocabulary():
+    generator = torch.Generator().manual_seed(0)
+    for share in (1e-4, 0.02, 0.04, 0.5, 1.0):
+        ids = (torch.rand(10_000, generator=generator) <= share).nonzero()[:, 0].numpy()
+        kept = packed(ids)
+        assert unpacked(kept).tolist() == ids.tolist()
+        assert kept.nbytes <= min(4 * len(ids), 1250)
