@@ -18,9 +18,9 @@ from bench import trl_peer
 from bench.trl_peer import REWARDS, config, give_rewards, make_samples, settings
 from examples import pictures
 from nanogrpo.extras.vision.model import VisionDecoder
-from nanogrpo.grpo import loss as grpo
 from nanogrpo.model import checkpoint
-from tests.conftest import packed, set_logp
+from tests.conftest import set_logp
+from tests.grpo.alike import assert_trains_alike
 from tests.vision.base import prompts_of
 
 # of TRL to transformers, not of ours
@@ -125,23 +125,5 @@ def test_prompts_loss_and_gradient_of_every_parameter(base, off_policy):
                     p.add_(0.01 * torch.randn(p.shape, generator=generator))
     loss = peer._compute_loss(theirs, batch)
     loss.backward()
-    strips = packed(samples, cfg)
-    assert len(strips) > 1
-    total = 0.0
-    for strip in strips:
-        out = mine.forward_strip(strip, grpo.objective(strip, cfg))
-        out.loss.backward()
-        total += out.loss.item()
-    assert total == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
     expected = {name: p.grad for name, p in theirs.named_parameters()}
-    found = {name: p.grad for name, p in mine.named_parameters()}
-    assert found.keys() == expected.keys()
-    scale = max(g.abs().max() for g in expected.values()).item()
-    for name, g in found.items():
-        torch.testing.assert_close(
-            g.flatten(),
-            expected[name].flatten(),
-            rtol=1e-4,
-            atol=2e-6 * scale,
-            msg=lambda m, n=name: f"{n}: {m}",
-        )
+    assert len(assert_trains_alike(mine, samples, cfg, loss, expected)) > 1
