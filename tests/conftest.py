@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import random
 import re
 import sys
 import tempfile
@@ -52,7 +53,7 @@ from nanogrpo.model import checkpoint, dispatch
 from nanogrpo.model.attention import StripAttention
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
-from nanogrpo.types import PackedBatch, Sample
+from nanogrpo.types import PackedBatch, Prompt, Sample
 
 # TRL needs Python 3.11, so parity with it is not tested on 3.10.
 PEERS = [
@@ -186,6 +187,24 @@ def random_batch(
         sampling_logp=sampling_logp,
         old_logp=sampling_logp + 0.1 * torch.randn(M, generator=generator) if off_policy else None,
     )
+
+
+def random_samples(group: int = 1) -> list[Sample]:
+    """Return 12 completions of uneven lengths, a third of them truncated, with random advantages.
+    The log-probs are around those of a random model. group: completions per prompt.
+    """
+    rng, out = random.Random(0), []
+    for i in range(12):
+        length = rng.choice([1, 2, 5, 9, 20])
+        prompt = Prompt(i // group, "", [1 + i // group] * (2 + i // group))
+        ids = [rng.randrange(151) for _ in range(length)]
+        logp = [-4.0 + rng.gauss(0, 0.3) for _ in ids]
+        s = Sample(prompt, i % group, ids, logp, i % 3 != 0, [0] * length)
+        s.advantage = rng.gauss(0, 1)
+        s.ref_logp = -4.5 + torch.tensor([rng.gauss(0, 0.5) for _ in ids])
+        s.old_logp = -4.0 + torch.tensor([rng.gauss(0, 0.5) for _ in ids])
+        out.append(s)
+    return out
 
 
 def packed(

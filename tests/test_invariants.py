@@ -29,7 +29,16 @@ from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.run import optim
 from nanogrpo.types import Prompt, Sample
-from tests.conftest import lines, packed, set_logp, timeless, tiny_config, tiny_model, write_rows
+from tests.conftest import (
+    lines,
+    packed,
+    random_samples,
+    set_logp,
+    timeless,
+    tiny_config,
+    tiny_model,
+    write_rows,
+)
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo"]
@@ -37,23 +46,6 @@ LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo"]
 
 def config(**options) -> Config:
     return Config(model="-", data=("-",), max_completion_length=20, **options)
-
-
-def random_samples() -> list[Sample]:
-    """Completions of uneven lengths, a third truncated, with random advantages and log-probs."""
-    rng = random.Random(0)
-    out = []
-    for i in range(12):
-        length = rng.choice([1, 2, 5, 9, 20])
-        prompt = Prompt(i, "", [rng.randrange(151) for _ in range(rng.randint(1, 12))])
-        ids = [rng.randrange(151) for _ in range(length)]
-        s = Sample(
-            prompt, 0, ids, [-1.0] * length, i % 3 != 0, [0] * length, advantage=rng.gauss(0, 1)
-        )
-        s.ref_logp = -5.5 + torch.tensor([rng.gauss(0, 0.5) for _ in ids])
-        s.old_logp = -5.0 + torch.tensor([rng.gauss(0, 1) for _ in ids])
-        out.append(s)
-    return out
 
 
 def gradient(model: Decoder, samples: list[Sample], cfg: Config) -> tuple[float, torch.Tensor, int]:

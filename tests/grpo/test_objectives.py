@@ -5,7 +5,6 @@ test_trl_parity.py holds the same to TRL's code, but for DPPO, which TRL has not
 test_entropy.py, test_train_menu.py.
 """
 
-import random
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +18,7 @@ from nanogrpo.extras.options import CHOICES, CLIPPED
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.model import head as ops
 from nanogrpo.model.decoder import Decoder
-from nanogrpo.types import Prompt, Sample
-from tests.conftest import SOLO, packed, tiny_model
+from tests.conftest import SOLO, packed, random_samples, tiny_model
 
 LENGTHS = [3, 1, 6, 4]
 
@@ -220,36 +218,12 @@ MENU = {  # every path through the head, with every vector that is of the whole 
 }
 
 
-def generation(n: int = 12) -> list[Sample]:
-    """Completions of uneven lengths with advantages, and log-probs around those of a random model,
-    of every sign and size.
-    """
-    rng, out = random.Random(0), []
-    for i in range(n):
-        length = rng.choice([1, 2, 5, 9, 20])
-        prompt = Prompt(i // 4, "", [1 + i // 4] * (2 + i // 4))
-        ids = [rng.randrange(104) for _ in range(length)]
-        s = Sample(
-            prompt,
-            i % 4,
-            ids,
-            [-4.0 + rng.gauss(0, 0.3) for _ in ids],
-            i % 3 != 0,
-            [0] * length,
-            advantage=rng.gauss(0, 1),
-        )
-        s.ref_logp = -4.5 + torch.tensor([rng.gauss(0, 0.5) for _ in ids])
-        s.old_logp = -4.0 + torch.tensor([rng.gauss(0, 0.5) for _ in ids])
-        out.append(s)
-    return out
-
-
 def gradient_of(model: Decoder, options: dict, budget: int = 10**6) -> torch.Tensor:
     """Of one optimizer step, flat, after its loss."""
     cfg = Config(
         **{"num_generations": 4, "token_budget": budget, "max_completion_length": 20, **options}
     )
-    batches, entropies = packed(generation(), cfg, all_gradients=True), []
+    batches, entropies = packed(random_samples(group=4), cfg, all_gradients=True), []
     for batch in batches:
         batch.ref_logp = batch.ref_logp if cfg.beta else None
         with torch.no_grad():
@@ -287,7 +261,7 @@ def test_a_run_says_once_where_trls_defaults_are_not_those_of_a_paper(name, capl
 
 @pytest.mark.parametrize("name", MENU)
 def test_any_micro_batches_have_the_same_gradient(name):
-    model = tiny_model(vocab_size=104)
+    model = tiny_model()
     whole = gradient_of(model, MENU[name])
     assert whole.norm() > 0
     for budget in (1, 40):
@@ -300,7 +274,7 @@ def test_any_micro_batches_have_the_same_gradient(name):
 )
 @pytest.mark.parametrize("loss_type", CLIPPED)
 def test_the_fused_head_and_two_phases_agree(loss_type, options, monkeypatch):
-    model = tiny_model(vocab_size=104)
+    model = tiny_model()
     options = {"loss_type": loss_type, "epsilon": 0.1, **options}
     fused = gradient_of(model, options)
     monkeypatch.delattr(ops, "head_policy_loss")
