@@ -27,7 +27,6 @@ from nanogrpo.grpo import advantages, schedule
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
-from nanogrpo.run import optim
 from nanogrpo.types import Prompt, Sample
 from tests.conftest import (
     lines,
@@ -145,21 +144,18 @@ def digit_base(tmp_path_factory) -> Path:
     folder.mkdir()
     tokenizer = warmup.write_tokenizer(folder)
     torch.manual_seed(0)
-    rng, cfg = random.Random(0), config()
-    model = Decoder(tiny_config(vocab_size=tokenizer.vocab_size))
-    optimizer = optim.make_optimizer(model, cfg)
-    for _ in range(100):
+    rng, model = random.Random(0), Decoder(tiny_config(vocab_size=tokenizer.vocab_size))
+
+    def answers(step: int) -> list[Sample]:
         samples = []
         for digit in list(range(10)) * 4:
             answer = digit if rng.random() < 0.5 else rng.randrange(10)
             ids = tokenizer.encode(f"<answer>{answer}</answer><|end|>")
-            prompt = Prompt(digit, "", tokenizer.encode(f"{digit}="))
-            samples.append(
-                Sample(prompt, 0, ids, [0.0] * len(ids), True, [0] * len(ids), advantage=1.0)
-            )
-        for batch in packed(samples, cfg):
-            model.forward_strip(batch, grpo.objective(batch, cfg)).loss.backward()
-        optim.clip_and_step(model, optimizer, 1e-2, 1.0)
+            prompt, n = Prompt(digit, "", tokenizer.encode(f"{digit}=")), len(ids)
+            samples.append(Sample(prompt, 0, ids, [0.0] * n, True, [0] * n, advantage=1.0))
+        return samples
+
+    warmup.imitate(model, answers, 150, rise=10)
     checkpoint.export(model, folder, tokenizer)
     return folder
 
