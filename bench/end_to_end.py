@@ -212,9 +212,10 @@ def main(argv: Sequence[str]) -> list[dict]:
         shape = common.large_qwen3(args.shape, context)
     # The head is not tied to the embeddings, so that its weights can set the stop probability.
     shape = dataclasses.replace(shape, tie_word_embeddings=False)
+    if args.vllm:
+        os.environ["NANOGRPO_VLLM_PYTHON"] = args.vllm_python
     server = {
         "engine": "vllm",
-        "vllm_python": args.vllm_python,
         "vllm_options": f"--dtype float32 --enforce-eager --max-model-len {context}",
     }
     with Progress(console=Console(stderr=True), transient=True) as progress:
