@@ -49,8 +49,13 @@ STAGES: dict[str, list[list[str]]] = {  # tables.py names these stages, too
     ],
     "kernels": [
         ["-m", "bench.kernel_speed", "--check"],
-        ["-m", "bench.kernel_speed", "--seconds", "8", "--out", "OUT"],
+        [
+            *("-m", "bench.kernel_speed", "--seconds", "8", "--out", "OUT"),
+            *("--operations", "logits", "head", "nf4", "decoder"),
+        ],
     ],
+    "lora": [["-m", "bench.kernel_speed", "--operations", "lora", "--out", "OUT"]],
+    "attention": [["-m", "bench.attention_speed", "--out", "OUT"]],
     "step": [["-m", "bench.step_time", "--shape", "0.6B", "--out", "OUT"]],
     "decode": [["-m", "bench.rollout_speed", "--shape", "0.6B", "--out", "OUT"]],
     "train": [
@@ -64,7 +69,10 @@ STAGES: dict[str, list[list[str]]] = {  # tables.py names these stages, too
 # The files that a stage needs. `make gpu` writes them, if the network allows it.
 NEEDS = {"train": "runs/smollm2/config.json"}
 # The records that the stages write. tables.py defines a table for each.
-TABLES = ("gpu", "kernel_speed", "step_large", "rollout_large")
+TABLES = (
+    *("gpu", "kernel_speed", "attention_speed", "step_trace"),
+    *("step_large", "rollout_large"),
+)
 
 
 def run(stage: str, out: Path, limit: float = LIMIT) -> dict:

@@ -20,13 +20,16 @@ from torch import Tensor
 
 from bench import kernel_decoder, kernel_peers
 from nanogrpo.extras.lora import nf4, nf4_reference
+from nanogrpo.extras.lora.lora import LoRALinear
 from nanogrpo.extras.lora.nf4_reference import Quantized
+from nanogrpo.extras.options import Config
 from nanogrpo.kernels import reference
 from nanogrpo.model import head as ops
 from nanogrpo.model.dispatch import functions_for
 
 EPSILON, TEMPERATURE = 0.2, 0.7
 CLIP = Clip(EPSILON, EPSILON)
+OPERATIONS = ("logits", "head", "nf4", "decoder", "lora")  # kinds of operations
 # The first ROWS rows of the first sequence are compared with float64, because every side computes
 # them.
 ROWS = 15
@@ -200,19 +203,77 @@ def nf4_case(rows: int | None, out: int, width: int, device: str, dtype: torch.d
     return Case(name, inputs, sides, truth, bytes=moved, shape=shape)
 
 
-def cases(device: str, small: bool) -> list[Callable[[], Case]]:
-    """Return functions that create the cases. The inputs of all cases together would not fit into
-    memory.
+def lora_case(count: int, width: int, device: str, dtype: torch.dtype) -> Case:
+    """Return a square layer with adapters of rank 16, forward and backward. The gradients are those
+    of x, A and B, because the weight is frozen.
+    """
+    g = torch.Generator(device).manual_seed(5)
+
+    def draw(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=g, device=device) * shape[-1] ** -0.5).to(dtype)
+
+    x, A, B = draw(count, width) * width**0.5, draw(16, width), draw(width, 16)
+    leaves = {name: v.requires_grad_() for name, v in {"x": x, "A": A, "B": B}.items()}
+    inputs = {**leaves, "weight": draw(width, width), "dy": draw(count, width)}
+
+    def layer(weight: Tensor) -> LoRALinear:
+        base = torch.nn.Linear(width, width, bias=False, device="meta")
+        base.weight = torch.nn.Parameter(weight, requires_grad=False)
+        return LoRALinear(base, Config(lora_r=16, lora_alpha=32))
+
+    def both_ways(forward: Callable[..., Tensor]) -> Callable[..., Results]:
+        def side(x, A, B, weight, dy) -> Results:
+            y = forward(x, A, B, weight)
+            dx, dA, dB = torch.autograd.grad(y, (x, A, B), dy)
+            return {"out": y, "dx": dx, "dA": dA, "dB": dB}
+
+        return side
+
+    def ours(x: Tensor, A: Tensor, B: Tensor, weight: Tensor) -> Tensor:
+        adapted = layer(weight)
+        del adapted.lora_A, adapted.lora_B
+        adapted.lora_A, adapted.lora_B = A, B
+        return adapted(x)
+
+    def eager(x: Tensor, A: Tensor, B: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight) + F.linear(F.linear(x, A), B) * 2.0  # as in PEFT
+
+    def truth(**values: Tensor) -> Results:
+        wide = {k: v.detach().double() for k, v in values.items()}
+        wide |= {k: wide[k].requires_grad_() for k in "xAB"}
+        return both_ways(eager)(**wide)
+
+    sides: dict[str, Callable[..., Results] | str] = {
+        "nanogrpo": both_ways(ours),
+        "torch eager": both_ways(eager),
+        "torch.compile": both_ways(torch.compile(eager)) if device == "cuda" else "needs a GPU",
+    }
+    return Case(
+        "LoRA, layer and gradients",
+        inputs,
+        sides,
+        truth,
+        flop=4 * count * width * (width + 3 * 16),
+        shape={"T": count, "D": width, "r": 16},
+    )
+
+
+def cases(device: str, small: bool) -> dict[str, list[Callable[[], Case]]]:
+    """Return functions that create the cases, by kind of operation. The inputs of all cases
+    together would not fit into memory.
     """
     decoder = [lambda make=make: Case(**make()) for make in kernel_decoder.cases(device, small)]
     dtype, count, vocab, widths = torch.bfloat16, 8192, 151_936, (1024, 2048, 4096)
     matrix = 4096, 12_288
     if small:
         dtype, count, vocab, widths, matrix = torch.float32, 128, 301, (32,), (48, 320)
-    return [
-        lambda: log_softmax_case(count, vocab, device, dtype),
-        lambda: rows_case(count, vocab, device, dtype),
-        *(lambda width=w: head_case(count, vocab, width, device, dtype) for w in widths),
-        *(lambda rows=rows: nf4_case(rows, *matrix, device, dtype) for rows in (None, 1, 16)),
-        *decoder,
-    ]
+    return {
+        "logits": [
+            lambda: log_softmax_case(count, vocab, device, dtype),
+            lambda: rows_case(count, vocab, device, dtype),
+        ],
+        "head": [lambda width=w: head_case(count, vocab, width, device, dtype) for w in widths],
+        "nf4": [lambda rows=r: nf4_case(rows, *matrix, device, dtype) for r in (None, 1, 16)],
+        "decoder": decoder,
+        "lora": [lambda width=w: lora_case(count, width, device, dtype) for w in widths],
+    }

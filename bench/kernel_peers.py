@@ -1,9 +1,11 @@
-"""The peers in bench/kernel_speed.py: PyTorch, TRL, Liger and bitsandbytes, called as documented.
+"""The peers in bench/kernel_speed.py: PyTorch, TRL, Liger, quack, cut-cross-entropy and
+bitsandbytes, called as documented.
 
 In: a device. Out: sides by name. Each implementation, called a side, takes the inputs of a case and
 returns a dict of results. If a library cannot run here, the side is a string with the reason. The N
-tokens of a case are divided into eight sequences, because some libraries expect sequences. Read
-next: kernel_cases.py.
+tokens of a case are divided into eight sequences, because some libraries expect sequences. quack
+and cut-cross-entropy have no temperature, so they get hidden states that are divided by it. They
+are no sides of operations that start with logits. Read next: kernel_cases.py.
 """
 
 from __future__ import annotations
@@ -19,11 +21,15 @@ from torch import Tensor
 from nanogrpo.extras.lora import nf4_reference
 
 Sides = dict[str, "Callable[..., dict[str, Tensor]] | str"]
+PACKAGES = (
+    *("trl", "liger-kernel", "quack-kernels", "cut-cross-entropy", "bitsandbytes"),
+    "nvidia-cutlass-dsl",  # which the Hopper kernels of Liger and quack are written in
+)
 
 
 def versions() -> dict[str, str]:
     found = {}
-    for package in ("trl", "liger-kernel", "nvidia-cutlass-dsl", "bitsandbytes"):
+    for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -36,6 +42,13 @@ def _missing(module: str, device: str) -> str | None:
     if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return "needs a GPU, or TRITON_INTERPRET=1"
     return None if importlib.util.find_spec(module) else f"{module} is not installed"
+
+
+def _missing_hopper(module: str, device: str) -> str | None:
+    """Return the reason why a library with kernels in CuTe cannot run here, or None if it can."""
+    if device != "cuda":
+        return "needs a GPU"
+    return _missing(module, device) or _missing("cutlass", device)
 
 
 def eager_log_softmax(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -186,6 +199,18 @@ def head(device: str, temperature: float, epsilon: float) -> Sides:
             hidden, lm_head, targets, temperature
         )
 
+    def quack(hidden: Tensor, lm_head: Tensor, targets: Tensor) -> Tensor:
+        from quack.linear_cross_entropy import linear_cross_entropy_func
+
+        # Without logits, quack has only the mean and the sum of the losses.
+        how = {"reduction": "none", "inplace_backward": True}
+        return -linear_cross_entropy_func(hidden / temperature, lm_head, None, targets, **how)
+
+    def cut(hidden: Tensor, lm_head: Tensor, targets: Tensor) -> Tensor:
+        from cut_cross_entropy import linear_cross_entropy
+
+        return -linear_cross_entropy(hidden / temperature, lm_head, targets, reduction="none")
+
     def liger(hidden, lm_head, targets, old, advantage, weight) -> dict[str, Tensor]:
         from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
@@ -213,9 +238,10 @@ def head(device: str, temperature: float, epsilon: float) -> Sides:
         "torch plain": with_loss(plain),
         "TRL chunked head": _missing("trl", device) or with_loss(trl),
         "Liger fused linear GRPO": _missing("liger_kernel", device) or liger,
-        "Liger SM90": _missing("liger_kernel", device)
-        or _missing("cutlass", device)
+        "Liger, Hopper (no entropy)": _missing_hopper("liger_kernel", device)
         or with_loss(liger_sm90),
+        "quack (no entropy)": _missing_hopper("quack", device) or with_loss(quack),
+        "cut-cross-entropy (no entropy)": _missing("cut_cross_entropy", device) or with_loss(cut),
     }
 
 

@@ -4,9 +4,10 @@ In: nothing. This file creates a random Qwen3 of real size, and completions of u
 average a third of the longest). Out: results/step_large.json. nanogrpo runs in one process with
 FSDP2, float32 master weights, bfloat16 compute, fused AdamW, and strips of `token_budget` tokens. A
 strip is a packed micro-batch. TRL runs its trainer with bf16=True, its fused head, fused AdamW, and
-micro-batches with as many padded tokens as our strips, or slightly more. Both trainers train all
-weights, start from the same weights, and must have the same gradient norm up to 2 %. The two
-trainers round to bfloat16 in different places, so the norms are not exactly equal.
+micro-batches with as many padded tokens as our strips, or slightly more. "TRL, asynchronous" is its
+AsyncGRPOTrainer, which packs without padding (step_sides.py). All trainers train all weights, start
+from the same weights, and must have the same gradient norm up to 2 %. The trainers round to
+bfloat16 in different places, so the norms are not exactly equal.
 
 The trainers run one after the other, not alternately, so that the peak memory of each can be
 measured. Each trainer uses the first of its SETTINGS that fits into memory, and the record names
@@ -38,7 +39,16 @@ import torch
 
 from bench import common, runs, tables
 from bench.cost import Weights
-from bench.step_sides import Case, Ours, Trl, check_norms, options_of, padded_width, strips
+from bench.step_sides import (
+    Case,
+    Ours,
+    Trl,
+    TrlAsync,
+    check_norms,
+    options_of,
+    padded_width,
+    strips,
+)
 from nanogrpo import Config
 from nanogrpo.distributed.world import join
 from nanogrpo.extras.arithmetic import warmup
@@ -72,6 +82,15 @@ def theirs(folder: Path, cfg: Config, samples: list[Sample], setting: Setting) -
     yield Trl(folder, cfg, micro, checkpointing != "none")
 
 
+@contextlib.contextmanager
+def packed(
+    folder: Path, cfg: Config, samples: list[Sample], setting: Setting
+) -> Iterator[TrlAsync]:
+    checkpointing, share = setting
+    cfg = dataclasses.replace(cfg, token_budget=round(cfg.strip_tokens * share))
+    yield TrlAsync(folder, cfg, checkpointing != "none")
+
+
 def micro_batches(samples: list[Sample], tokens: float) -> int:
     """Return the largest number of equal micro-batches with at least `tokens` tokens each."""
     n, width = len(samples), padded_width(samples)
@@ -82,6 +101,7 @@ def micro_batches(samples: list[Sample], tokens: float) -> int:
 SETTINGS = {
     "nanogrpo": (ours, [("none", 1.0), ("selective", 1.0), ("full", 1.0)]),
     "TRL": (theirs, [("none", 1.0), ("none", 0.5), ("full", 1.0)]),
+    "TRL, asynchronous": (packed, [("none", 1.0), ("none", 0.5), ("full", 1.0)]),
     # Checkpointing is slower but needs less memory. TRL uses checkpointing by default.
     "nanogrpo, checkpointing": (ours, [("full", 1.0)]),
     "TRL, checkpointing": (theirs, [("full", 1.0)]),

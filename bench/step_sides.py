@@ -10,6 +10,7 @@ on a GPU), step_memory.py.
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import tempfile
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from nanogrpo.grpo import packing, schedule
 from nanogrpo.grpo.advantages import step_advantages
 from nanogrpo.logs import metrics
 from nanogrpo.model import checkpoint
+from nanogrpo.model.gpu_attention import varlen_function
 from nanogrpo.run import optim
 from nanogrpo.run.setup import load_weights
 from nanogrpo.types import PackedBatch, Prompt, Sample
@@ -52,7 +54,10 @@ class Case:
 
 
 def make_samples(case: Case, prompt: int, longest: int) -> list[Sample]:
-    """Return random samples for the case, with completions of these lengths."""
+    """Return random samples for the case, with completions of these lengths. Each group has both
+    rewards. nanogrpo would leave out a group with equal rewards, which has no gradient, and TRL
+    would not.
+    """
     rng, count = random.Random(0), case.P * case.G
     lengths = [longest] * count if case.even else uneven_lengths(count, longest)
 
@@ -63,7 +68,7 @@ def make_samples(case: Case, prompt: int, longest: int) -> list[Sample]:
     samples = []
     for i, n in enumerate(lengths):
         sample = Sample(prompts[i // case.G], i % case.G, tokens(n), [-7.0] * n, True, [0] * n)
-        sample.reward = float(rng.random() < 0.5)
+        sample.reward = float(i % case.G < case.G // 2)
         samples.append(sample)
     return samples
 
@@ -210,13 +215,26 @@ def varlen_attention(
     value: Tensor,
     starts: Tensor,
     key_starts: Tensor,
-    *_: Any,
+    longest: int,
+    longest_key: int,
     softmax_scale: float | None = None,
-    **__: Any,
+    **_: Any,
 ) -> Tensor:
-    """Attend within each segment, as FlashAttention 3 does on a GPU. A segment's queries [n] are
-    the last n positions of its keys [m]. Shapes: query [T, H, E], key and value [T', K, E].
+    """Attend within each segment, as FlashAttention 3 does in TRL. A segment's queries [n] are the
+    last n positions of its keys [m]. Shapes: query [T, H, E], key and value [T', K, E]. On a GPU,
+    this calls the same function as nanogrpo: FlashAttention 2 or, with NANOGRPO_ATTENTION=flash4,
+    FlashAttention 4.
     """
+    if query.is_cuda:
+        bounds = starts, key_starts, longest, longest_key
+        if os.environ.get("NANOGRPO_ATTENTION") == "flash4":
+            from flash_attn.cute import flash_attn_varlen_func
+
+            names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+            how: dict[str, Any] = {"causal": True, "softmax_scale": softmax_scale}
+            return flash_attn_varlen_func(query, key, value, **dict(zip(names, bounds)), **how)
+        how = {"window_size": (-1, 0), "scale": softmax_scale}
+        return varlen_function()(query, key, value, *bounds, **how)
     lengths, key_lengths = starts.diff().tolist(), key_starts.diff().tolist()
     out = []
     for q, k, v in zip(query.split(lengths), key.split(key_lengths), value.split(key_lengths)):
@@ -231,11 +249,13 @@ class TrlAsync(Trl):
     """TRL's AsyncGRPOTrainer on the same completions: its packing without padding, in which a
     prompt is computed once for its group, its `compute_loss` and its optimizer.
 
-    Its attention needs FlashAttention 3, and so a GPU. Here, `varlen_attention` replaces it. The
-    trainer's loss needs the log-probs of the completions, which are computed before the first step.
+    Its attention needs FlashAttention 3 from a network, so `varlen_attention` replaces it. A row
+    has at most the tokens of a strip of nanogrpo. TRL takes the mean over rows of their means over
+    tokens. Here, each row is divided by the tokens of all rows, so that the gradient is the same.
+    The loss needs the log-probs of the completions, which are computed before the first step.
     """
 
-    def __init__(self, folder: Path, cfg: Config):
+    def __init__(self, folder: Path, cfg: Config, checkpointing: bool = False):
         import datasets
         from trl.experimental.async_grpo import async_grpo_trainer as theirs
         from trl.experimental.async_grpo import packing
@@ -244,8 +264,8 @@ class TrlAsync(Trl):
         theirs.get_peak_flops_per_device = lambda *_: None  # which asks for the name of the GPU
         args = theirs.AsyncGRPOConfig(
             output_dir=tempfile.mkdtemp(),
-            use_cpu=True,
-            bf16=False,
+            use_cpu=cfg.device == "cpu",
+            bf16=cfg.device != "cpu",
             dtype="float32",
             gradient_checkpointing=False,
             report_to="none",
@@ -261,42 +281,50 @@ class TrlAsync(Trl):
             weight_transfer=nothing,
         )
         self.trainer.create_optimizer()
+        if checkpointing:
+            self.trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.trainer.current_gradient_accumulation_steps = 1
         self.clock = metrics.Clock(self.trainer.accelerator.device)
         self.collate = theirs.DataCollatorForRollout(0)
-        self.row, self.logp = packing.TreeRow, None
+        self.row, self.budget = packing.TreeRow, cfg.strip_tokens
+        self.logp: list[Tensor] = []
 
-    def packed(self, samples: list[Sample]) -> Any:
-        """Return TRL's row of all samples."""
-        row = self.row()
+    def rows(self, samples: list[Sample]) -> list[Any]:
+        """Return TRL's rows, which are its micro-batches."""
+        rows = [self.row()]
         for s in samples:
             prompt, ids = s.prompt.token_ids, s.token_ids
-            row.add(
-                {
-                    "input_ids": torch.tensor([*prompt, *ids]),
-                    "completion_mask": torch.tensor([0] * len(prompt) + [1] * len(ids)),
-                    "old_log_probs": torch.zeros(len(prompt) + len(ids)),
-                    "advantage": s.advantage,
-                    "group_id": s.prompt.id,
-                    "metrics": {},
-                }
-            )
-        return row
+            example = {
+                "input_ids": torch.tensor([*prompt, *ids]),
+                "completion_mask": torch.tensor([0] * len(prompt) + [1] * len(ids)),
+                "old_log_probs": torch.zeros(len(prompt) + len(ids)),
+                "advantage": s.advantage,
+                "group_id": s.prompt.id,
+                "metrics": {},
+            }
+            if not rows[-1].fits(example, self.budget):
+                rows.append(self.row())
+            rows[-1].add(example)
+        return rows
 
-    def batch(self, samples: list[Sample]) -> dict[str, Tensor]:
-        return self.collate([[self.packed(samples)]])
+    def batches(self, samples: list[Sample]) -> list[dict[str, Tensor]]:
+        tokens = torch.tensor([float(sum(len(s.token_ids) for s in samples))])
+        found = [self.collate([[row]]) | {"global_n_tokens": tokens} for row in self.rows(samples)]
+        device = self.trainer.accelerator.device
+        return [{name: x.to(device) for name, x in inputs.items()} for inputs in found]
 
     def step(self, samples: list[Sample]) -> float:
         """Train one step; return the norm of the gradient."""
         model = self.trainer.model.train()
-        if self.logp is None:
-            self.logp = self.scores(model, self.batch(samples))
+        self.logp = self.logp or [self.scores(model, x) for x in self.batches(samples)]
         with self.clock("pack"):
-            inputs = self.batch(samples) | {"old_log_probs": self.logp}
-        with self.clock("forward"):
-            loss = self.trainer.compute_loss(model, inputs)
-        with self.clock("backward"):
-            loss.backward()
+            batches = self.batches(samples)
+        self.micro = len(batches)
+        for inputs, logp in zip(batches, self.logp):
+            with self.clock("forward"), self.trainer.accelerator.autocast():
+                loss = self.trainer.compute_loss(model, inputs | {"old_log_probs": logp})
+            with self.clock("backward"):
+                loss.backward()
         with self.clock("optimizer"):
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             self.trainer.optimizer.step()
@@ -308,18 +336,19 @@ class TrlAsync(Trl):
         """Return the log-probs [1, M] of the completions' tokens."""
         tree = {name: x[0] for name, x in inputs.items() if name.startswith("tree_")}
         queries, keys = tree.pop("tree_max_seqlens").tolist()
-        out = model(
-            **{n: inputs[n] for n in ("input_ids", "position_ids", "shift_labels")},
-            fused_lm_head=True,
-            tree_max_seqlen_q=queries,
-            tree_max_seqlen_k=keys,
-            **tree,
-        )
+        with self.trainer.accelerator.autocast():
+            out = model(
+                **{n: inputs[n] for n in ("input_ids", "position_ids", "shift_labels")},
+                fused_lm_head=True,
+                tree_max_seqlen_q=queries,
+                tree_max_seqlen_k=keys,
+                **tree,
+            )
         return out.log_probs.flatten()[inputs["token_index"]]
 
     def computed(self, samples: list[Sample]) -> int:
         """Return the number of tokens that the decoder computes."""
-        return len(self.packed(samples).tokens)
+        return sum(len(row.tokens) for row in self.rows(samples))
 
 
 def check_norms(case: str, norms: dict[str, float], tolerance: float = 1e-3) -> None:

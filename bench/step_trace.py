@@ -206,17 +206,21 @@ def of_host(repeats: int, argv: Sequence[str]) -> list[dict]:
 
 # --- the GPU ---
 
-# The first pattern that matches a kernel's name gives its class.
+# The first pattern that matches a kernel's name gives its class. A Triton kernel has the name of
+# its function, so with NANOGRPO_ATTENTION=triton, the forward pass of attention is in the class
+# element-wise.
 CLASSES = {
-    "attention": r"flash|fmha|attention|attend",
-    "head rows": r"policy_rows|log_softmax|rows_kernel",
-    "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|splitk|wgmma",
+    "attention": r"flash|fmha|attention|attend|^queries_kernel|^keys_kernel",
+    "head rows": r"^row_kernel|log_softmax",
+    "matrix products": r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk|wgmma",
     "optimizer": r"adam|multi_tensor|lp_?norm|foreach",
     "gathers": r"gather|index|embedding|sum_kernel|sort|scatter|radix|searchsorted|scan",
     "sharding": r"chunk_cat|split_with_sizes|nccl",
     "copies": r"memcpy|memset|copy",
     "element-wise": "",
 }
+IDLE = ("idle: wait", "idle: host", "idle: launch")
+PARTS = re.compile(r"pack|strip \d+|optimizer")  # torch and FSDP2 annotate parts of a step, too
 WAITING = re.compile(r"synchronize|^cudaMemcpy(?!.*Async)", re.IGNORECASE)
 LATENCY = 10.0  # µs; a kernel that was launched this long before starts without a gap
 
@@ -240,7 +244,8 @@ def account(events: Sequence[dict]) -> Account:
     )
     calls = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
     launched = {e["args"]["correlation"]: e["ts"] for e in calls if "correlation" in e["args"]}
-    parts = sorted((e["ts"], e["name"]) for e in events if e.get("cat") == "user_annotation")
+    marks = (e for e in events if e.get("cat") == "user_annotation")
+    parts = sorted((e["ts"], e["name"]) for e in marks if PARTS.fullmatch(e["name"]))
     waits = [(e["ts"], e["ts"] + e["dur"]) for e in calls if WAITING.search(e["name"])]
     starts = [start for start, _ in parts]
     table: dict[str, Counter[str]] = defaultdict(Counter)
@@ -268,6 +273,31 @@ def class_of(kernel: str) -> str:
     return next(name for name, pattern in CLASSES.items() if re.search(pattern, kernel.lower()))
 
 
+def annotate() -> Callable[[str], contextlib.AbstractContextManager]:
+    """Return a clock that annotates the parts of a step for the profiler."""
+    strip = 0
+
+    def clock(phase: str) -> contextlib.AbstractContextManager:
+        nonlocal strip
+        strip += phase == "forward"
+        name = f"strip {strip}" if phase in ("forward", "backward") else phase
+        return torch.profiler.record_function(name)
+
+    return clock
+
+
+def profiled(step: Callable[[], object]) -> list[dict]:
+    """Return the events of a Chrome trace of the step."""
+    with torch.profiler.profile() as profile:  # of the host and, if there is one, of the GPU
+        step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as where:
+        trace = Path(where) / "trace.json"
+        profile.export_chrome_trace(str(trace))
+        return json.loads(trace.read_text())["traceEvents"]
+
+
 def of_gpu(shape: str, repeats: int, budget: int, fsdp2: bool, argv: Sequence[str]) -> dict:
     """Profile one step on a GPU, and time `repeats` steps without the profiler."""
     case = step_large.CASE
@@ -284,43 +314,35 @@ def of_gpu(shape: str, repeats: int, budget: int, fsdp2: bool, argv: Sequence[st
         side = Ours(Path(where), cfg, world)
         side.clock = lambda phase: contextlib.nullcontext()
         timing = common.interleave({"step": lambda: side.step(samples)}, repeats, 3)["step"]
-        strip = 0
-
-        @contextlib.contextmanager
-        def clock(phase: str) -> Iterator[None]:
-            nonlocal strip
-            strip += phase == "forward"
-            name = phase if phase in ("pack", "optimizer") else f"strip {strip}"
-            with torch.profiler.record_function(name):
-                yield
-
-        side.clock = clock
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profile:
-            side.step(samples)
-            torch.cuda.synchronize()
-        trace = Path(where) / "trace.json"
-        profile.export_chrome_trace(str(trace))
-        found = account(json.loads(trace.read_text())["traceEvents"])
+        side.clock = annotate()
+        found = account(profiled(lambda: side.step(samples)))
     how = "FSDP2" if fsdp2 else "one GPU"
     label = f"{shape}, {how}, strips of {budget:,} tokens"
     figures = {"milliseconds": found.table, "profiled_milliseconds": found.total}
     return common.record("step_trace", label, "nanogrpo", argv, timing, **figures)
 
 
+def whole(table: dict[str, Counter[str]]) -> Counter[str]:
+    """Return the milliseconds of a step by class."""
+    return sum(map(Counter, table.values()), Counter())
+
+
 def draw(records: list[dict], path: Path) -> None:
-    """Plot the milliseconds of each part by class, one panel per case."""
-    figure, axes = common.subplots(1, len(records), figsize=(6 * len(records), 4), squeeze=False)
-    for axis, record in zip(axes[0], records):
-        table = record["milliseconds"]
+    """Plot a stacked bar for the step and for each of its parts, one panel per case."""
+    size = {"figsize": (2 + 5 * len(records), 4.5), "squeeze": False}
+    figure, axes = common.subplots(1, len(records), **size)
+    tables = [{"step": whole(r["milliseconds"]), **r["milliseconds"]} for r in records]
+    for axis, record, table in zip(axes[0], records, tables):
         bottom = [0.0] * len(table)
-        for kind in sorted({kind for counts in table.values() for kind in counts}):
+        for i, kind in enumerate([*CLASSES, *IDLE]):
             heights = [counts.get(kind, 0.0) for counts in table.values()]
-            axis.bar(list(table), heights, bottom=bottom, label=kind)
+            # C7 is grey, too
+            color = str(0.9 - 0.2 * IDLE.index(kind)) if kind in IDLE else f"C{i + (i > 6)}"
+            axis.bar(list(table), heights, bottom=bottom, label=kind, color=color)
             bottom = [low + height for low, height in zip(bottom, heights)]
-        axis.set_title(record["case"])
+        axis.set_title(record["case"], fontsize=10)
         axis.set_ylabel("ms")
-    axes[0][-1].legend()
+    axes[0][-1].legend(loc="upper left", bbox_to_anchor=(1, 1))
     common.save_picture(figure, path)
 
 
@@ -345,15 +367,12 @@ def show(records: list[dict]) -> None:
         common.table(f"{hosts[0]['case']}, on the CPU", columns, lines)
     for r in records:
         if table := r.get("milliseconds"):
-            kinds = sorted({kind for counts in table.values() for kind in counts})
+            rows = {**table, "step": whole(table)}
+            kinds = [kind for kind in [*CLASSES, *IDLE] if kind in rows["step"]]
             lines = [
                 (part, *(counts.get(kind, 0.0) for kind in kinds), sum(counts.values()))
-                for part, counts in table.items()
+                for part, counts in rows.items()
             ]
-            whole: Counter[str] = Counter()
-            for counts in table.values():
-                whole.update(counts)
-            lines.append(("all", *(whole[kind] for kind in kinds), sum(whole.values())))
             common.table(f"{r['case']}: milliseconds", ("part", *kinds, "all"), lines)
             print(f"without the profiler: {1e3 * r['seconds_median']:.1f} ms per step")
 

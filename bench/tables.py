@@ -177,7 +177,10 @@ def gpu(records: list[dict]) -> Lines:
     return lines
 
 
-GPU_STAGES = ("environment", "tests", "trace", "kernels", "step", "decode", "train")
+GPU_STAGES = (
+    *("environment", "tests", "trace", "kernels", "lora", "attention"),
+    *("step", "decode", "train"),
+)
 GPU_CASES = [
     (f"{size}, GPU, bfloat16, uneven", side) for size in common.LARGE for side in common.SIDES
 ]
@@ -317,7 +320,7 @@ BENCHES = {
         tables_step.step_time,
         [
             (case, side)
-            for case in ("even, G=8", "uneven, G=8")
+            for case in ("small, uneven, G=8", "even, G=8", "uneven, G=8")
             for side in ("nanogrpo", "TRL, asynchronous")
         ],
         "step_time.png",
@@ -325,7 +328,8 @@ BENCHES = {
             "TRL, asynchronous: the AsyncGRPOTrainer of trl.experimental, which packs completions"
             " without padding and computes a prompt once for its group. Its attention needs"
             " FlashAttention 3 and so a GPU. On a CPU, torch's attention replaces it, one call per"
-            " segment."
+            " segment. Each group has completions with different rewards, so no trainer can leave"
+            " out a group."
         ],
     ),
     "step_large": Bench(
@@ -350,12 +354,26 @@ BENCHES = {
             for size in common.LARGE
             for setting in ("", ", checkpointing")
             for side in common.SIDES
-        ],
+        ]
+        + [(f"{size}, GPU, bfloat16, uneven", "TRL, asynchronous") for size in common.LARGE],
         command="python -m bench.step_time --shape 0.6B",
         notes=lambda records: [
             "MFU (model FLOP utilization) is the FLOP of a step, without padding and recomputation,"
             " divided by the time of the step and by the dense peak FLOP/s of the device."
         ],
+    ),
+    "step_trace": Bench(
+        "Where does the time of a training step go? On a GPU, the last column has the milliseconds"
+        " by class of kernel, and the time in which the GPU is idle, with its cause. Without a GPU,"
+        " it has the work of the host for a tiny model of 28 layers.",
+        ("case", "side", "ms per step", "fastest over unsharded", "account"),
+        tables_step.step_trace,
+        [
+            ("host, 28 layers, 3 strips", "one GPU"),
+            *((f"{size}, one GPU, strips of 16,384 tokens", "nanogrpo") for size in common.LARGE),
+        ],
+        "step_trace.png",
+        command="python -m bench.step_trace --shape 0.6B",
     ),
     "step_memory": Bench(
         "How much memory does a training step need? Each program runs in its own process.",
@@ -386,7 +404,7 @@ BENCHES = {
         (("0.3M", "broadcast"), ("100M", "broadcast")),
     ),
     "kernel_speed": Bench(
-        "How fast are the kernels, compared with PyTorch, TRL and Liger?",
+        "How fast are the kernels, compared with PyTorch and with the kernels of other libraries?",
         (
             "operation",
             "side",
@@ -402,6 +420,11 @@ BENCHES = {
             ("log-prob and entropy, forward",),
             ("forward, loss and gradient of logits",),
             ("head, hidden to gradients",),
+            *(
+                ("head, hidden to gradients N=8,192 V=151,936 D=1,024", f"{side} (no entropy)")
+                for side in ("Liger, Hopper", "quack", "cut-cross-entropy")
+            ),
+            ("LoRA, layer and gradients",),
         ),
         command="make gpu",
     ),
@@ -433,8 +456,8 @@ BENCHES = {
     "gpu": Bench(
         "Do all stages of `make gpu` succeed? The stage `train` runs ten steps on the word"
         " problems. k3 estimates how far the policy of the sampling engine is from the policy of"
-        " the trainer. The stages `kernels`, `step` and `decode` repeat the benchmarks"
-        " kernel_speed, step_large and rollout_large, whose own tables are above.",
+        " the trainer. The other stages repeat the benchmarks kernel_speed, attention_speed,"
+        " step_trace, step_large and rollout_large. The tables of these are above.",
         ("stage", "result", "seconds", "seconds per step", "tokens/s", "k3", "peak memory"),
         gpu,
         [(stage,) for stage in GPU_STAGES],

@@ -1,4 +1,4 @@
-"""Create the tables of the training step: time on a CPU, time on a GPU, and memory.
+"""Create the tables of the training step: time on a CPU, time on a GPU and its parts, and memory.
 
 In: records. Out: table lines. Read next: tables.py.
 """
@@ -59,4 +59,21 @@ def step_memory(records: list[dict]) -> list[tuple]:
         if r["case"] in trl and r["side"] != "TRL":
             over = f"{above / trl[r['case']]:.2f}"
         lines.append((r["case"], r["side"], mib(above), mib(r["peak_bytes"]), over))
+    return lines
+
+
+def step_trace(records: list[dict]) -> list[tuple]:
+    lines = []
+    for r in records:
+        if parts := r.get("milliseconds"):
+            kinds = dict.fromkeys(kind for counts in parts.values() for kind in counts)
+            sums = {kind: sum(c.get(kind, 0.0) for c in parts.values()) for kind in kinds}
+            account = ", ".join(f"{kind} {ms:.1f}" for kind, ms in sums.items())
+        else:
+            account = (
+                f"{sum(r['launches'].values())} operations, {r['waits']} waits before the update,"
+                f" {r['transfers']} blocking transfers"
+            )
+        over = times(r.get("over_unsharded"))
+        lines.append((r["case"], r["side"], 1e3 * r["seconds_median"], over, account))
     return lines

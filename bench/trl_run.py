@@ -10,6 +10,7 @@ trainers, and trl_peer.py, which uses TRL's code without a trainer.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ SAME = (
 def options(cfg: Config, output_dir: Path, micro: int = 1) -> trl.GRPOConfig:
     """Return this config as TRL's options. micro: micro-batches per optimizer step."""
     on_gpu = torch.cuda.is_available() and cfg.device != "cpu"
+    four = on_gpu and os.environ.get("NANOGRPO_ATTENTION") == "flash4"  # then both trainers use it
+    attention = "flash_attention_4" if four else "sdpa"
     return trl.GRPOConfig(
         output_dir=str(output_dir),
         use_cpu=not on_gpu,
@@ -48,7 +51,7 @@ def options(cfg: Config, output_dir: Path, micro: int = 1) -> trl.GRPOConfig:
         save_strategy="no",
         logging_steps=1,  # log every step, as nanogrpo does
         disable_tqdm=True,
-        model_init_kwargs={"attn_implementation": "sdpa", "dtype": torch.float32},
+        model_init_kwargs={"attn_implementation": attention, "dtype": torch.float32},
         **{name: getattr(cfg, name) for name in SAME},
     )
 

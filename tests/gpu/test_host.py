@@ -85,18 +85,21 @@ def test_the_thread_that_writes_a_checkpoint_never_waits_for_the_gpu(rows_of, mo
     assert len(rows_of("--max-steps 2 --save-steps 1")) == 2
 
 
-def test_the_account_of_a_trace_names_the_cause_of_each_gap():
-    """Times are in µs. Kernel b was launched in time, c after a wait, and d late."""
+def event(cat: str, name: str, ts: float, dur: float, call: int) -> dict:
+    return {"cat": cat, "name": name, "ts": ts, "dur": dur, "args": {"correlation": call}}
 
-    def event(cat, name, ts, dur, call):
-        return {"cat": cat, "name": name, "ts": ts, "dur": dur, "args": {"correlation": call}}
 
-    kernels = [("gemm", 100, 50), ("flash_bwd", 160, 40), ("add", 300, 10), ("adam", 410, 5)]
+def test_the_account_of_a_trace_names_the_cause_of_each_gap(tmp_path, capsys):
+    """Times are in µs. Kernel b was launched in time, c after a wait, and d late. FSDP2 and torch
+    annotate parts of a step, too.
+    """
+    kernels = [("nvjet_tst", 100, 50), ("flash_bwd", 160, 40), ("add", 300, 10), ("adam", 410, 5)]
     calls = [("launch", 90), ("launch", 95), ("launch", 295), ("launch", 405)]
     events = [event("kernel", *kernel, i) for i, kernel in enumerate(kernels)]
     events += [event("cuda_runtime", name, ts, 2, i) for i, (name, ts) in enumerate(calls)]
     events.append(event("cuda_runtime", "cudaStreamSynchronize", 96, 105, 9))
-    for name, start in (("strip 1", 80), ("optimizer", 400)):
+    marks = {"strip 1": 80, "FSDP::post_forward": 92, "optimizer": 400, "Optimizer.step#AdamW": 401}
+    for name, start in marks.items():
         events.append({"cat": "user_annotation", "name": name, "ts": start, "dur": 1})
     found = step_trace.account(events)
     assert found.table == {
@@ -110,6 +113,25 @@ def test_the_account_of_a_trace_names_the_cause_of_each_gap():
         "optimizer": {"idle: host": 0.1, "optimizer": 0.005},
     }
     assert found.total == pytest.approx(0.315)
+    record = {"case": "made up", "milliseconds": found.table, "seconds_median": 0.3}
+    step_trace.draw([record, record], tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    step_trace.show([record])
+    assert "made up: milliseconds" in capsys.readouterr().out
+
+
+def test_a_trace_of_the_profiler_has_the_parts_of_a_step():
+    """Without a GPU, each operation of the host serves as a kernel that starts at once."""
+    with step_trace.tiny_step("one GPU", step_trace.annotate()) as step:
+        events = step_trace.profiled(step)
+    host = [e for e in events if e.get("cat") == "cpu_op"]
+    for i, e in enumerate(host):
+        events.append(event("kernel", e["name"], e["ts"] + 1, e["dur"], i))
+        events.append(event("cuda_runtime", "cudaLaunchKernel", e["ts"], 1, i))
+    table = step_trace.account(events).table
+    assert set(table) <= {"pack", "strip 1", "strip 2", "strip 3", "optimizer"}
+    assert all(table[f"strip {i}"]["element-wise"] > 0 for i in (1, 2, 3))
+    assert table["optimizer"]["optimizer"] > 0
 
 
 def test_200_strips_need_at_most_two_variants_of_each_kernel():
