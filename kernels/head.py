@@ -58,8 +58,8 @@ class HeadLogp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, lm_head, targets, temperature, chunk, ops):
         count, acc = len(hidden), accumulate(hidden.dtype)
-        logp, entropy = (torch.empty(count, dtype=acc, device=hidden.device) for _ in range(2))
-        norm = torch.empty(2, count, dtype=acc, device=hidden.device)  # only `ops` interprets it
+        logp, entropy = (hidden.new_empty(count, dtype=acc) for _ in range(2))
+        norm = hidden.new_empty(2, count, dtype=acc)  # only `ops` interprets it
         buffer = _buffer(hidden, lm_head, targets.split(chunk))
         for part in _slices(count, chunk):
             logits = ops.product(hidden[part], lm_head, buffer)  # [C, V]
@@ -111,22 +111,19 @@ class HeadPolicyLoss(torch.autograd.Function):
     def forward(ctx, hidden, lm_head, targets, inputs, c, temperature, chunk, ops):
         need_dhidden, need_dhead = ctx.needs_input_grad[:2]
         count, acc = len(hidden), accumulate(hidden.dtype)
-        logp, entropy, terms = (
-            torch.zeros(count, dtype=acc, device=hidden.device) for _ in range(3)
-        )
+        logp, entropy, terms = (hidden.new_zeros(count, dtype=acc) for _ in range(3))
         dhidden, dhead = torch.zeros_like(hidden) if need_dhidden else None, None
-        clip = torch.zeros(count, dtype=torch.int8, device=hidden.device)
+        clip = hidden.new_zeros(count, dtype=torch.int8)
         kl = None if inputs.ref_logp is None else torch.zeros_like(logp)
         buffer = _buffer(hidden, lm_head, targets.split(chunk))
         for part in _slices(count, chunk):
             h = hidden[part]  # [C, D]
             logits = ops.product(h, lm_head, buffer)  # [C, V]
-            logp[part], entropy[part], terms[part], clip[part], kl_of_chunk = ops.policy_rows_(
+            logp[part], entropy[part], terms[part], clip[part], part_kl, dlogits = ops.policy_rows_(
                 logits, targets[part], temperature, inputs.at(part), c
-            )
+            )  # dlogits is [C, V]
             if kl is not None:
-                kl[part] = kl_of_chunk
-            dlogits = logits  # overwritten in place
+                kl[part] = part_kl
             if dhidden is not None:
                 dhidden[part] = product(dlogits, lm_head.T)
             if need_dhead:
@@ -180,8 +177,7 @@ def add_product(total: Tensor | None, dlogits: Tensor, h: Tensor) -> Tensor:
         return part.contiguous() if total is None else total.add_(part)
     beta = 0.0 if total is None else 1.0  # beta = 0: the values in `total` are ignored
     if total is None:
-        shape = dlogits.shape[1], h.shape[1]
-        total = torch.empty(shape, dtype=accumulate(h.dtype), device=h.device)
+        total = h.new_empty(dlogits.shape[1], h.shape[1], dtype=accumulate(h.dtype))
     dtype = total.dtype
     if h.is_cuda and h.dtype != dtype:  # 16-bit operands, float32 accumulator and result
         return torch.addmm(total, dlogits.T, h, out_dtype=dtype, beta=beta, out=total)

@@ -120,6 +120,11 @@ ROWS = {
         base={"tie_word_embeddings": True},
     ),
     "adapters on a base in bfloat16": Row("--lora-r 4 --lora-base-dtype bfloat16", ranks=False),
+    "float32 logits of a base in bfloat16": Row(
+        "--lora-r 4 --lora-base-dtype bfloat16 --head-dtype float32 --beta 0.05",
+        base={"tie_word_embeddings": True},
+        ranks=False,
+    ),
     "adapters on a base in four bits": Row("--lora-r 4 --load-in-4bit --beta 0.05"),
     "adapters of a vision encoder": Row(
         "--lora-r 2 --lora-target-modules q_proj attn.qkv linear_fc2",

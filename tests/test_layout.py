@@ -272,7 +272,7 @@ def test_the_help_is_short(capsys):
 
 def test_the_options_are_few():
     assert len(dataclasses.fields(config.Config)) <= 55
-    assert len(dataclasses.fields(options.Config)) <= 108
+    assert len(dataclasses.fields(options.Config)) <= 109
 
 
 @pytest.mark.parametrize("name", ALONE)

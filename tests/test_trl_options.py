@@ -144,6 +144,7 @@ def test_defaults_are_those_of_trl_unless_the_table_says_otherwise():
         ("--bf16", ""),
         ("--bf16 True --fp16 False --hub_token null --shuffle_dataset true", ""),
         ("--use_cpu", "device=cpu"),
+        ("--cast_lm_head_to_fp32", "head_dtype=float32"),
         ("--use_peft", "lora_r=16"),
         ("--use_peft --lora_r 8", "lora_r=8"),
         (

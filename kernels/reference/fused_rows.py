@@ -15,10 +15,16 @@ from .policy import Clip, LossInputs, policy_terms
 
 
 def policy_rows_(
-    logits: Tensor, targets: Tensor, temperature: float, inputs: LossInputs, c: Clip
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return log-prob, entropy, l, clip flag and KL (or None) of each row, all [N]. Overwrite the
-    logits [N, V] with the gradient of Σ weight · l - entropy_weight · H.
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    inputs: LossInputs,
+    c: Clip,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """Return log-prob, entropy, l, clip flag and KL (or None) of each row, all [N], and the
+    gradient of Σ weight · l - entropy_weight · H [N, V]. The gradient is written to `out`, by
+    default over the logits.
 
     If the weight of a row is 0, its l, clip flag and KL are 0, but its log-prob must still be
     finite. Rows whose weight and entropy_weight are both 0 never reach this function:
@@ -32,5 +38,5 @@ def policy_rows_(
     kl = None if kl is None else torch.where(on, kl, 0.0)
     dentropy = None if inputs.entropy_weight is None else -inputs.entropy_weight
     dlogp = inputs.weight * dl
-    log_softmax_backward_(logits, targets, temperature, norm, entropy, dlogp, dentropy)
-    return logp, entropy, l, clip, kl
+    out = log_softmax_backward_(logits, targets, temperature, norm, entropy, dlogp, dentropy, out)
+    return logp, entropy, l, clip, kl, out

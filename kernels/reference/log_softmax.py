@@ -64,15 +64,17 @@ def log_softmax_backward_(
     entropy: Tensor,
     dlogp: Tensor,
     dentropy: Tensor | None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Overwrite the logits [N, V] with their gradient, and return them.
+    """Write the gradient of the logits [N, V] to `out`, by default over the logits. Return it.
 
     logp = z_y - lse and dlse/dz_j = p_j give dlogp/dz_j = 1[j = y] - p_j. H = -Σ p log p with
     dp_i/dz_j = p_i (1[i = j] - p_j) gives dH/dz_j = -p_j (log p_j + H). dlogits = dz / T.
     """
+    out = logits if out is None else out
     for rows in blocks(logits):
-        x, (q, log_s) = logits[rows], norm[:, rows, None]  # [n, V], [n, 1] each
-        logp_all = (x.to(norm.dtype) - q) / temperature - log_s
+        q, log_s = norm[:, rows, None]  # [n, 1] each
+        logp_all = (logits[rows].to(norm.dtype) - q) / temperature - log_s  # [n, V]
         p = logp_all.exp()
         dz = -dlogp[rows, None] * p
         if dentropy is not None:
@@ -80,5 +82,5 @@ def log_softmax_backward_(
             dz -= dentropy[rows, None] * dp
         dz.scatter_add_(1, targets[rows, None], dlogp[rows, None])
         dz /= temperature
-        x.copy_(dz)
-    return logits
+        out[rows] = dz
+    return out

@@ -46,13 +46,16 @@ LANES, WARPS = 2048, 32
 
 @triton.jit
 def row_kernel(
-    LOGITS, TARGETS, ADV, WEIGHT, OLD, REF, IMP, ENTROPY_WEIGHT, LOGP, ENTROPY, LOSS, CLIP, KL,
+    LOGITS, OUT, TARGETS, ADV, WEIGHT, OLD, REF, IMP, ENTROPY_WEIGHT, LOGP, ENTROPY, LOSS, CLIP, KL,
     stride, V, k, inv_t, low, high, delta, beta,
     WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Each program processes one row."""
     row = tl.program_id(0).to(tl.int64)
     L = LOGITS + row * stride
+    D = L
+    if OUT is not None:
+        D = OUT + row * V
     BLOCK: tl.constexpr = R * C
     weight = tl.load(WEIGHT + row)
     y = tl.load(TARGETS + row)
@@ -90,7 +93,7 @@ def row_kernel(
     if (dlogp == 0.0) & (dentropy == 0.0) & (logp == logp):
         for c in tl.range(0, V, BLOCK):
             o = c + lanes
-            tl.store(L + o, tl.zeros((BLOCK,), LOGITS.dtype.element_ty), mask=o < V)
+            tl.store(D + o, tl.zeros((BLOCK,), D.dtype.element_ty), mask=o < V)
         return
     # All threads must finish reading the logits before any logit is overwritten.
     tl.debug_barrier()
@@ -98,14 +101,20 @@ def row_kernel(
         o = (blocks - 1 - i) * BLOCK + lanes
         x = tl.load(L + o, mask=o < V, other=0.0).to(tl.float32)
         dz = row_gradient(x, o, y, k, q, log_l, entropy, dlogp, dentropy) * inv_t
-        tl.store(L + o, dz.to(LOGITS.dtype.element_ty), mask=o < V)
+        tl.store(D + o, dz.to(D.dtype.element_ty), mask=o < V)
 
 
 def policy_rows_(
-    logits: Tensor, targets: Tensor, temperature: float, inputs: LossInputs, c: Clip
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return log-prob, entropy, l, clip flag and KL (or None) of each row, all [N]. Overwrite the
-    logits [N, V] with the gradient of the loss, like `policy_rows_` in reference/fused_rows.py.
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    inputs: LossInputs,
+    c: Clip,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """Return log-prob, entropy, l, clip flag and KL (or None) of each row, all [N], and the
+    gradient of the loss [N, V], like `policy_rows_` in reference/fused_rows.py. `out` must be
+    contiguous.
     """
     count, vocab = logits.shape
     logp, entropy, loss, kl = (logits.new_empty(count, dtype=torch.float32) for _ in range(4))
@@ -115,5 +124,5 @@ def policy_rows_(
     numbers = logits.stride(0), vocab, LOG2E.value / temperature, 1.0 / temperature, *numbers_of(c)
     per_lane = 16 // logits.itemsize if wide(logits) else 4
     shape = dict(WIDE=wide(logits), R=LANES, C=per_lane, num_warps=WARPS)
-    row_kernel[(count,)](logits, *vectors, *outputs, *numbers, **shape)
-    return outputs
+    row_kernel[(count,)](logits, out, *vectors, *outputs, *numbers, **shape)
+    return *outputs, logits if out is None else out

@@ -193,7 +193,7 @@ def row_gradient(x, o, y, k, q, log_l, entropy, dlogp, dentropy):
 
 @triton.jit
 def backward_kernel(
-    LOGITS, TARGETS, NORM, ENTROPY, DLOGP, DENTROPY, stride, N, V, k, inv_t,
+    LOGITS, OUT, TARGETS, NORM, ENTROPY, DLOGP, DENTROPY, stride, N, V, k, inv_t,
     blocks, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program processes one block of a row."""
@@ -201,16 +201,19 @@ def backward_kernel(
     row = pid // blocks
     o = (pid % blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
     L = LOGITS + row * stride
+    D = L
+    if OUT is not None:
+        D = OUT + row * V
     dlogp = tl.load(DLOGP + row)
     dentropy = tl.load(DENTROPY + row)
     if (dlogp == 0.0) & (dentropy == 0.0):  # the gradient is zero: do not read the row
-        tl.store(L + o, tl.zeros((BLOCK,), LOGITS.dtype.element_ty), mask=o < V)
+        tl.store(D + o, tl.zeros((BLOCK,), D.dtype.element_ty), mask=o < V)
         return
     y = tl.load(TARGETS + row)
     x = tl.load(L + o, mask=o < V, other=0.0).to(tl.float32)
     q, log_l, entropy = tl.load(NORM + row), tl.load(NORM + N + row), tl.load(ENTROPY + row)
     dz = row_gradient(x, o, y, k, q, log_l, entropy, dlogp, dentropy) * inv_t
-    tl.store(L + o, dz.to(LOGITS.dtype.element_ty), mask=o < V)
+    tl.store(D + o, dz.to(D.dtype.element_ty), mask=o < V)
 
 
 def log_softmax_backward_(
@@ -221,11 +224,15 @@ def log_softmax_backward_(
     entropy: Tensor,
     dlogp: Tensor,
     dentropy: Tensor,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Overwrite the logits [N, V] with their gradient, and return them."""
+    """Write the gradient of the logits [N, V] to `out` (contiguous), by default over the logits.
+    Return it.
+    """
     count, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
     vectors = (v.contiguous() for v in (targets, norm, entropy, dlogp, dentropy))
     numbers = logits.stride(0), count, vocab, LOG2E.value / temperature, 1.0 / temperature, blocks
-    backward_kernel[(count * blocks,)](logits, *vectors, *numbers, BLOCK=BLOCK, num_warps=WARPS)
-    return logits
+    shape = dict(BLOCK=BLOCK, num_warps=WARPS)
+    backward_kernel[(count * blocks,)](logits, out, *vectors, *numbers, **shape)
+    return logits if out is None else out

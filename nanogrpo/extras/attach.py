@@ -29,7 +29,7 @@ extras, off by default (--help-all has their options, and says more about each o
   --max-staleness             sample steps ahead of training
   --vllm-importance-sampling-mode  a correction for the gap between engine and trainer
   --loss-type, …              cispo, sapo, vespo, dppo, luspo; sequence-level ratios (GSPO)
-  --bitwise                   the same bits in engine and trainer
+  --bitwise, --head-dtype     the same bits in engine and trainer, or only logits in float32
   --ref-model, …              another reference model, or one that follows the policy
   --entropy-coef, …           an entropy bonus, or training on uncertain tokens only
   --advantage-estimator, …    rloo, maxrl, GDPO
@@ -162,6 +162,10 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
         from nanogrpo.extras.bitwise import Bitwise
 
         yield Bitwise()
+    if cfg.head_dtype == "float32":
+        from nanogrpo.extras.head_dtype import HeadDtype
+
+        yield HeadDtype()
     if cfg.other_optimizer:
         from nanogrpo.extras.optim import Optim
 

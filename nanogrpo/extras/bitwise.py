@@ -46,7 +46,9 @@ class Bitwise(Feature):
         return ExactEngine(**of_engine(run))
 
     def running(self, run: Run) -> ExitStack:
-        return swapped(run.world.device)
+        ours = functions(run.world.device)
+        attention = gpu_attention, "backend", lambda *_: ours.attention
+        return swapped(run.world.device, ours, attention)
 
 
 class ExactEngine(LocalEngine):
@@ -71,12 +73,15 @@ def use_exact_products(model: nn.Module, ours: Any) -> None:
             module.product = ours.linear
 
 
-def swapped(device: torch.device) -> ExitStack:
-    """Use the exact functions in this process, until the result is closed."""
-    ours, stack = functions(device), ExitStack()
+def swapped(
+    device: torch.device, ours: SimpleNamespace, *more: tuple[ModuleType, str, Any]
+) -> ExitStack:
+    """Use other functions than those of kernels/reference/ or kernels/triton/, until the result is
+    closed. `more` has further names in modules, and their values.
+    """
+    stack = ExitStack()
     where = (kernels, "triton") if dispatch.uses_triton(device) else (dispatch, "reference")
-    attention = gpu_attention, "backend", lambda *_: ours.attention
-    for module, name, value in ((*where, ours), attention):
+    for module, name, value in ((*where, ours), *more):
         stack.callback(setattr, module, name, getattr(module, name))
         setattr(module, name, value)
     return stack

@@ -56,7 +56,7 @@ def distill_objective(batch, cfg, teachers, divergence):
             (dlogits,) = torch.autograd.grad(total, z, inputs.weight)
             values[rows] = total.detach()
             logp, entropy, l, *more = ops.policy_rows_(logits, batch.targets[rows], T, inputs, clip)
-            logits += dlogits
+            more[-1].add_(dlogits)
             return logp, entropy, l + values[rows], *more
 
         own = SimpleNamespace(product=ops.product, policy_rows_=policy_rows_)

@@ -20,7 +20,8 @@ has W GPUs and micro-batches of T tokens, and computes in a dtype of b = 2 bytes
   consist of pictures only.
 * key rows, 2·b·K·E · (Tk - T): in each layer, the keys and values of shared prompts, gathered once
   per completion.
-* logits, b·C·V + 4·V·D: one chunk of C rows, and the head's float32 gradient.
+* logits, b·C·V + 4·V·D: one chunk of C rows, and the head's float32 gradient. Float32 logits
+  (--head-dtype) and their 16-bit gradient take 6·C·V, of fewer rows.
 * engine, b·n + KV cache: the engine's copy of the weights. With --load-in-4bit, the engine's copy
   has only the adapters and, if W > 1, the 4-bit weights. The cache takes 2·b·K·E per layer and
   token, and holds all positions of all slots, or --cache-tokens tokens.
@@ -212,7 +213,9 @@ def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
     kept, again = activation_bytes(c, 2, kind, fused, cfg.lora_r > 0, whole)
     cached = token_bytes(c)
     key_rows = cached if kind == "none" else cached // layers  # or per layer
-    rows = min(T, ops.default_chunk(c.vocab_size, torch.bfloat16, world.device))
+    logits = torch.float32 if cfg.head_dtype == "float32" else torch.bfloat16
+    rows = min(T, ops.default_chunk(c.vocab_size, logits, world.device))
+    each = 6 if logits == torch.float32 else 2
     head = c.vocab_size * c.hidden_size if model.lm_head.weight.requires_grad else 0
     second = cfg.beta and not (cfg.lora_r or cfg.ref_model)  # a copy of the model
     reference = 4 * n // W + (gathered if whole else root) if second else 0
@@ -227,7 +230,7 @@ def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
         Row("reference model", reference, host),
         Row(f"activations of {T:,} tokens", T * (layers * kept + again + 6 * c.hidden_size)),
         Row(f"keys and values gathered for {Tk:,} rows", key_rows * (Tk - T)),
-        Row(f"logits of {rows:,} tokens", 2 * rows * c.vocab_size + 4 * head),
+        Row(f"logits of {rows:,} tokens", each * rows * c.vocab_size + 4 * head),
     ]
     for judge in inputs.rewards.local:
         if isinstance(judge, nn.Module):

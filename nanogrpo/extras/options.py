@@ -89,13 +89,19 @@ class ImportanceOptions(Core):
 
 
 @dataclass(frozen=True)
-class BitwiseOptions(Core):
-    """The same bits in engine and trainer."""
+class PrecisionOptions(Core):
+    """How closely engine and trainer agree."""
 
     bitwise: bool = option(
         False,
         "compute the same bits in the engine and the trainer, for any batch (docs/precision.md);"
         " slower",
+    )
+    head_dtype: str = option(
+        "model",
+        "dtype of the logits of 16-bit weights, in engine and trainer: float32, which brings their"
+        " log-probs closer together, or that of the weights",
+        choices=("model", "float32"),
     )
 
     def problems(self) -> Iterator[str]:
@@ -511,7 +517,7 @@ class Config(  # the last base class comes first in `--help-all`
     ReferenceOptions,
     ObjectivesOptions,
     ImportanceOptions,
-    BitwiseOptions,
+    PrecisionOptions,
     VLLMOptions,
     Core,
 ):

@@ -73,6 +73,9 @@ TRANSLATED = table(
         `true` is `--lora-r 16`, unless another rank is given; `false` is `--lora-r 0`
     use_cpu
         `true` is `--device cpu`; otherwise a GPU is used if there is one
+    cast_lm_head_to_fp32
+        `true` is `--head-dtype float32`, which also applies to the engine, and needs no float32
+        copy of the head's weights
     resume_from_checkpoint
         `true` is `--resume`, which continues from the last checkpoint in `--output-dir`; to
         continue from an earlier checkpoint, delete the later ones
@@ -220,9 +223,6 @@ UNSUPPORTED = table(
         download the revision, and give its folder to `--model`
     model_init_kwargs trust_remote_code router_aux_loss_coef
         there is only one decoder, in nanogrpo/model/decoder.py, and it has no experts
-    cast_lm_head_to_fp32
-        on a GPU, logits are rounded to bfloat16, as in engines, which is the largest error of a
-        log-prob; everything after them is computed in float32
     generation_kwargs repetition_penalty cache_implementation vllm_structured_outputs_regex
         the sampling distribution would differ from the trained policy
     dataset_streaming streaming
@@ -482,6 +482,7 @@ def _values(given: Options, out: Options, notes: Notes) -> None:
         },
         "use_peft": {"true": {"lora_r": out.get("lora_r") or 16}, "false": {"lora_r": 0}},
         "use_cpu": {"true": {"device": "cpu"}, "false": {}},
+        "cast_lm_head_to_fp32": {"true": {"head_dtype": "float32"}, "false": {}},
         "resume_from_checkpoint": {"true": {"resume": True}, "false": {"resume": False}},
         "sync_ref_model": {
             "true": {"ref_model_sync_steps": out.get("ref_model_sync_steps", 512)},

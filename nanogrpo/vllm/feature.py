@@ -19,6 +19,7 @@ from nanogrpo.extras import memory
 from nanogrpo.feature import Feature
 from nanogrpo.vllm import gpus
 from nanogrpo.vllm.client import VLLMEngine
+from nanogrpo.vllm.protocol import FLOAT32_LOGITS
 from nanogrpo.vllm.server import ServerLost, Sidecar
 from nanogrpo.vllm.sleeping import SleepingEngine
 
@@ -57,6 +58,7 @@ class VLLM(Feature):
             timeout=cfg.server_timeout,
             sleeps=cfg.vllm_enable_sleep_mode,
             masks=needs_masks(cfg),
+            head_dtype=cfg.head_dtype,
             world=run.world,
         )
         return self.client
@@ -97,6 +99,8 @@ def own_server(run: Run, max_len: int) -> Sidecar:
     if world.device.type == "cpu":
         # bfloat16 is slow on a CPU, and the server must match the trainer's float32
         options += ["--dtype", "float32"]
+    if cfg.head_dtype == "float32":
+        options += FLOAT32_LOGITS
     if gpus.shares(cfg, world):
         options += world.once(lambda: memory.server_share(world, memory_needed(run), given))
     if cfg.vllm_enable_sleep_mode:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
+import shlex
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,7 @@ from nanogrpo.vllm.server import ServerError
 
 ALL = 1 << 30  # a top_k that keeps every vocabulary
 SENTINEL = -9999.0  # vLLM's HTTP layer writes this number for a log-prob that is NaN or -inf
+FLOAT32_LOGITS = ["--hf-overrides", '{"head_dtype": "float32"}']  # options of vLLM
 
 
 @dataclass
@@ -38,10 +40,12 @@ class GroupRequest:
     samples: list[Sample] | None = None
 
 
-def check_server(server: str, info: dict, cfg: ModelConfig, max_len: int) -> None:
+def check_server(
+    server: str, info: dict, cfg: ModelConfig, max_len: int, head_dtype: str = "model"
+) -> None:
     """Raise UserError if a server cannot sample for this trainer.
 
-    info: the server's description, from auth.describe.
+    info: the server's description, from auth.describe. head_dtype: float32 or model, as in vLLM.
     """
     server = f"--server {server}"
     advice = "start serve.py with the checkpoint of --model"
@@ -53,6 +57,11 @@ def check_server(server: str, info: dict, cfg: ModelConfig, max_len: int) -> Non
                 f"{server} serves another model: its {name} is {x!r}, but --model has {ours!r}; "
                 f"{advice}."
             )
+    if (found := info["config"].get("head_dtype") or "model") != head_dtype:
+        raise UserError(
+            f"{server} has --head-dtype {found}, but the trainer has {head_dtype}: use the same on "
+            f"both sides; for float32, start serve.py with {shlex.join(FLOAT32_LOGITS)}."
+        )
     if info["max_model_len"] < max_len:
         raise UserError(
             f"{server} has a context of {info['max_model_len']} tokens, but prompt and completion "

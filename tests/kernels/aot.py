@@ -109,6 +109,7 @@ def contracts() -> dict[str, Launch]:
         torch.autograd.grad(out, leaves, out)
 
     targets, clip = vector(torch.int64), Clip(0.2, 0.28, beta=0.1)
+    backward = kernels.log_softmax_backward_
     every = LossInputs(*(vector() for _ in range(6)))
     on_policy = LossInputs(vector(), vector())
     for dtype, end in ((torch.bfloat16, ""), (torch.float16, ", fp16"), (torch.float32, ", fp32")):
@@ -120,9 +121,11 @@ def contracts() -> dict[str, Launch]:
             add(f"rows{name}", kernels.policy_rows_, *args, every, clip)
             if not end:  # the others differ from bfloat16 in nothing but their loads
                 rest = meta(2, T, dtype=torch.float32, frozen=True), *(vector() for _ in range(3))
-                backward = kernels.log_softmax_backward_
                 add(f"log_softmax.backward{name}", backward, *args, *rest)
     half = meta(T, V, frozen=True), targets, 0.7
+    full, out = meta(T, V, dtype=torch.float32, frozen=True), meta(T, V, frozen=True)
+    add("rows, fp32 logits", kernels.policy_rows_, full, targets, 0.7, every, clip, out)
+    add("log_softmax.backward, fp32 logits", backward, full, targets, 0.7, *rest, out)
     add("rows, on policy", kernels.policy_rows_, *half, on_policy, clip)
     add("textbook", textbook.textbook_log_softmax, *half)
     # the number of tokens with a loss is rarely a multiple of 16
@@ -152,7 +155,8 @@ def contracts() -> dict[str, Launch]:
     heads = [x.unflatten(1, (-1, E)) for x in joint]
     pages = meta(64, 128, dtype=torch.int32), meta(999, K, 32, E), meta(999, K, 32, E)
     add("paged.attend; paged.combine", kernels.paged_attention, *heads, keys, *pages)
-    add("exact.product", exact.product, x, meta(F, D, frozen=True))
+    for out, name in ((None, ""), (meta(T, F, dtype=torch.float32), ", fp32")):
+        add(f"exact.product{name}", exact.product, x, meta(F, D, frozen=True), out)
     paged = torch.no_grad()(functools.partial(bitwise.paged_attention, exact.attend))
     add("exact.attend", paged, *heads, keys, *pages)
     names = "sample.totals; sample.counts; sample.pick"

@@ -14,6 +14,7 @@ import torch
 from nanogrpo.kernels.reference.attention import Strip, attention
 from nanogrpo.kernels.triton import exact as triton
 
+from nanogrpo.extras import head_dtype
 from nanogrpo.extras.bitwise import paged_attention, strip_attention
 from nanogrpo.kernels import exact
 from tests.conftest import DEVICE
@@ -27,11 +28,14 @@ PROMPT, LENGTHS, PAGE = 35, (1, 17, 40), 16  # one prompt, and its completions
 def test_a_row_of_a_product_has_the_same_bits_in_every_batch(how, K, M):
     g = torch.Generator().manual_seed(0)
     a, b = torch.randn(70, K, generator=g), torch.randn(M, K, generator=g)
-    whole = how.product(a.to(DEVICE), b.to(DEVICE)).cpu()
-    torch.testing.assert_close(whole.double(), a.double() @ b.double().T, rtol=0, atol=2e-5)
-    for rows in ([3], [69, 0], range(7), torch.randperm(70, generator=g)[:65]):
-        part = how.product(a[torch.as_tensor(rows)].to(DEVICE), b.to(DEVICE)).cpu()
-        assert torch.equal(part, whole[torch.as_tensor(rows)])
+    wide = functools.partial(head_dtype.product, of=how.product)
+    for product, dtype in ((how.product, torch.float32), (wide, torch.bfloat16)):
+        x, y = a.to(DEVICE, dtype), b.to(DEVICE, dtype)
+        whole = product(x, y)  # float32
+        torch.testing.assert_close(whole.double(), x.double() @ y.double().T, rtol=0, atol=2e-5)
+        for rows in ([3], [69, 0], range(7), torch.randperm(70, generator=g)[:65]):
+            rows = torch.as_tensor(rows, device=DEVICE)
+            assert torch.equal(product(x[rows], y), whole[rows])
     assert how.product(a[:0].to(DEVICE), b.to(DEVICE)).shape == (0, M)
 
 

@@ -12,6 +12,7 @@ import types
 
 import pytest
 import torch
+from nanogrpo.kernels.reference.policy import Clip, LossInputs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -23,12 +24,14 @@ from nanogrpo.distributed.world import World, join
 from nanogrpo.engine.local import LocalEngine
 from nanogrpo.engine.runner import PREFILL_TOKENS
 from nanogrpo.errors import UserError
-from nanogrpo.extras import memory
+from nanogrpo.extras import head_dtype, memory
+from nanogrpo.extras.bitwise import swapped
 from nanogrpo.extras.sharding import shard
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.grpo import packing, schedule
 from nanogrpo.logs import metrics
 from nanogrpo.model import dispatch
+from nanogrpo.model import head as ops
 from nanogrpo.model.attention import StripAttention
 from nanogrpo.model.decoder import Block, Decoder
 from nanogrpo.run import optim
@@ -184,6 +187,30 @@ def test_keys_gathered_for_shared_prompts_are_as_many_as_estimated():
     # with recomputation they exist for one layer at a time
     again = dataclasses.replace(cfg, gradient_checkpointing="full")
     assert sizes_of(again, model, longest=80)[row] == estimate / 8
+
+
+@pytest.mark.parametrize("logits", ["model", "float32"])
+def test_a_chunk_of_logits_takes_as_much_as_estimated(logits, monkeypatch):
+    """On meta tensors in bfloat16, with a frozen head, whose gradient takes no memory."""
+    monkeypatch.setattr(dispatch, "choice", "triton")
+    model = tiny_model(vocab_size=4096, hidden_size=16).requires_grad_(False)
+    estimate = sizes_of(Config(head_dtype=logits), model)["logits"]
+    meta, rows, most = torch.device("meta"), ops.default_chunk(4096, torch.float32, ALONE.device), 0
+    numbers = torch.empty(rows, device=meta)
+    hidden, weight = (torch.empty(n, 16, device=meta).bfloat16() for n in (rows, 4096))
+    batch = numbers.long(), LossInputs(numbers, numbers), Clip(0.2, 0.2)
+
+    class Most(Live):
+        def __torch_dispatch__(self, *call):
+            nonlocal most
+            out = super().__torch_dispatch__(*call)
+            most = max(most, self.bytes)
+            return out
+
+    functions = head_dtype.functions(meta) if logits == "float32" else dispatch.functions_for(meta)
+    with swapped(meta, functions), Most(model), Traffic().counting():
+        ops.head_policy_loss(hidden.requires_grad_(), weight, *batch, chunk=rows)
+    assert 1 < most / estimate < 1.1
 
 
 def test_weights_moments_and_cache_are_exactly_as_estimated():

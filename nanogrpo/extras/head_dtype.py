@@ -1,0 +1,93 @@
+"""`--head-dtype float32`: logits that are not rounded to 16 bits, in the engine and in the trainer.
+
+In the output head, a GPU multiplies 16-bit hidden states by 16-bit weights. It adds up the products
+in float32, and by default rounds each sum, a logit, to 16 bits. No other rounding changes a
+log-prob as much (docs/precision.md). With this option, logits stay float32. Their gradient is
+rounded to 16 bits, because it is a factor of two more products. If weights are float32, as in
+most runs on a CPU, the option changes nothing.
+
+In: a run. Out: the same run, whose engine and trainer use the products below. A vLLM server has an
+option of its own (vllm/feature.py).
+
+Bytes.      For N rows of logits, the product writes 4·N·V bytes. The kernel reads them twice and
+            writes 2·N·V bytes, which two products read: 18·N·V in total, and 12·N·V without this
+            option. An engine writes and reads twice as many bytes of logits.
+Memory.     A chunk of C rows takes 6·C·V bytes: the logits, and their gradient in the buffer in
+            which kernels/head.py would store 16-bit logits.
+
+Read before: kernels/head.py, bitwise.py (`swapped`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from nanogrpo.engine.local import LocalEngine
+from nanogrpo.extras.bitwise import ExactEngine, swapped
+from nanogrpo.extras.wrapper import Wrapper
+from nanogrpo.feature import Feature
+from nanogrpo.kernels import linear
+from nanogrpo.model import dispatch, head
+
+if TYPE_CHECKING:
+    from nanogrpo.run.setup import Run
+
+
+class HeadDtype(Feature):
+    def wrap(self, engine: Any, run: Run) -> None:
+        while isinstance(engine, Wrapper):
+            engine = engine.engine
+        # the head of an ExactEngine is the `product` that `functions` returns
+        if isinstance(engine, LocalEngine) and not isinstance(engine, ExactEngine):
+            decode_in_float32(engine)
+
+    def running(self, run: Run) -> ExitStack:
+        device, chunk = run.world.device, head.default_chunk
+        rows = head, "default_chunk", lambda vocab, _, device: chunk(vocab, torch.float32, device)
+        return swapped(device, functions(device), rows)
+
+
+def decode_in_float32(engine: LocalEngine) -> None:
+    """Let an engine with 16-bit weights sample from float32 logits."""
+    matrix: Any = engine.model.lm_head
+    if engine.dtype != torch.float32:
+        matrix.forward = lambda hidden, op: product(hidden, matrix.weight)
+
+
+def product(a: Tensor, b: Tensor, of: Callable[..., Tensor] = linear.product) -> Tensor:
+    """Return a bᵀ: [N, D], [V, D] → [N, V] float32. If `of` is the product of kernels/exact.py, the
+    result has its bits.
+    """
+    if a.is_cpu:  # torch has no product of 16-bit matrices with a float32 result there
+        return of(a.float(), b.float())
+    if of is linear.product:
+        return torch.mm(a, b.T, out_dtype=torch.float32)
+    return of(a, b, a.new_empty(len(a), len(b), dtype=torch.float32))
+
+
+def functions(device: torch.device) -> SimpleNamespace:
+    """Return the functions for a device, but with float32 logits of 16-bit matrices. In addition to
+    its result, `product` keeps its 16-bit buffer, for the gradient of the logits.
+    """
+    base = dispatch.functions_for(device)
+
+    def logits(a: Tensor, b: Tensor, buffer: Tensor | None = None) -> Tensor:
+        if a.dtype == torch.float32:
+            return base.product(a, b, buffer)
+        out: Any = product(a, b, base.product)
+        out.gradient = None if buffer is None else buffer[: len(a)]
+        return out
+
+    def with_gradient(function: Callable) -> Callable:
+        return lambda x, *args: function(x, *args, out=getattr(x, "gradient", None))
+
+    ours: dict[str, Any] = {"product": logits}
+    for name in ("policy_rows_", "log_softmax_backward_"):
+        ours[name] = with_gradient(getattr(base, name))
+    return SimpleNamespace(**vars(base) | ours)
