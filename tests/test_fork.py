@@ -30,10 +30,11 @@ from nanogrpo.extras.tools.turns import TurnsEngine
 from nanogrpo.feature import Feature
 from nanogrpo.grpo import advantages
 from nanogrpo.grpo import loss as grpo
+from nanogrpo.model.checkpoint import load_model
 from nanogrpo.rewards import plugin
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm.client import VLLMEngine
-from tests.conftest import arguments, one_sentence, packed, steps, tiny_model
+from tests.conftest import arguments, one_sentence, packed, positions_of, steps, tiny_model
 
 CALCULATOR = Path(train.__file__).parent / "examples" / "calculator.py"
 ROOT = Path(train.__file__).parent
@@ -130,6 +131,49 @@ def code_lines(source: str) -> int:
     found = tokenize.generate_tokens(io.StringIO(source).readline)
     spans = [range(t.start[0], t.end[0] + 1) for t in found if t.type in kinds]
     return len({i for span in spans for i in span} - lines)
+
+
+def test_a_baseline_with_a_state_is_resumed(tiny_base, files, tmp_path):
+    """The state has an effect, and resampling calls the hooks of a step several times."""
+    made = example("A baseline with a state")["LengthBaseline"]
+    options = [
+        "--max-resample-times",
+        "1",
+        "--log-completions",
+        "--reward-funcs",
+        f"{files}/reward.py:even",
+    ]
+    runs = [("whole", "3", []), ("parts", "1", []), ("parts", "3", ["--resume"])]
+    for folder, last, more in runs:
+        argv = arguments(tiny_base, files, tmp_path / folder, *options, *more, "--max-steps", last)
+        assert main(Config, lambda cfg: [made()], argv) == 0
+    rows = steps(tmp_path / "whole")
+    assert rows == steps(tmp_path / "parts")
+    assert len({row["length_baseline/mean"] for row in rows}) == 3
+    text = (tmp_path / "whole/completions/completions_00002.jsonl").read_text()
+    baselines = {round(r["even"] - r["advantage"], 4) for r in map(json.loads, text.splitlines())}
+    # most completions have eight tokens; a shorter one has another baseline
+    assert round(16 * rows[0]["length_baseline/mean"], 4) in baselines
+
+
+def test_completions_of_two_temperatures_have_the_log_probs_of_their_own(
+    tiny_base, files, tmp_path
+):
+    """Groups are complete, and no two completions share an index."""
+    feature, seen = example("Another way to sample")["Temperatures"](), []
+    feature.scored = lambda run, samples, step: seen.extend(samples)
+    correction = ["--vllm-importance-sampling-mode", "token_truncate", "--max-steps", "1"]
+    argv = arguments(tiny_base, files, tmp_path, *correction)
+    assert main(Config, lambda cfg: [feature], argv) == 0
+    assert [s.index for s in seen] == [0, 1, 2, 3] * 4
+    model = load_model(tiny_base)
+    for s in seen:
+        ids = torch.tensor(s.prompt.token_ids + s.token_ids)
+        with torch.no_grad():
+            logits = model(ids, *positions_of([len(ids)]))[-len(s.token_ids) - 1 : -1]
+        logp = (logits / (0.7 if s.index < 2 else 1.3)).log_softmax(-1)
+        expected = logp.gather(1, torch.tensor(s.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(s.logp), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_credit_of_a_token_reaches_the_loss_and_the_token_log(tiny_base, files, tmp_path):

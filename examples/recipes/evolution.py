@@ -1,6 +1,7 @@
 """Evolution strategies: the same engine and the same rewards, without a gradient of the policy.
 
-    python examples/recipes/evolution.py --model runs/base --data arithmetic --learning-rate 5e-5 …
+    python examples/recipes/evolution.py --model runs/base --data arithmetic --num-generations 32 \\
+        --generation-batch-size 2048 --learning-rate 1.5e-4 --output-dir runs/evolution
 
 Completion i of each group is sampled from weights of its own. The fitness F of the weights is the
 mean reward of their completions, over all prompts of the step. The weights move towards the noise
