@@ -44,6 +44,7 @@ CASES = {
     "prompt half the completion, G=8": Case(8, 8, 64, 128, even=True),
     "long prompt, uneven, G=8": Case(8, 8, 256, 192),
     "small, uneven, G=8": Case(4, 8, 32, 96),
+    "large, uneven, G=8": Case(16, 8, 32, 192),
 }
 LENGTHS = {f"uneven, longest {n}": Case(8, 8, 32, n) for n in (48, 96, 384)}
 VOCABULARIES = {
