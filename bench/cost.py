@@ -18,6 +18,7 @@ import numpy as np
 
 from nanogrpo.model.hf_config import ModelConfig
 
+FEW = 64  # up to this many rows, a second kernel combines the parts of attention
 ALL_REDUCE = 1e-5  # seconds of an all-reduce between the GPUs of a vLLM server
 
 
@@ -26,7 +27,7 @@ class Layer(NamedTuple):
     write. The bytes that matrix products and attention move are not included.
     """
 
-    decode: int  # operations of a decode step
+    decode: int  # operations of a decode step with more than 64 rows
     forward: int  # operations of a forward pass in training
     backward: int
     forward_bytes: float
@@ -179,7 +180,7 @@ def layer(c: ModelConfig, d: Device) -> Layer:
     """
     heads = c.num_attention_heads + c.num_key_value_heads
     moved = d.item * (9 * c.hidden_size + 2 * heads * c.head_dim + 3 * c.intermediate_size)
-    return d.layer or Layer(10, 14, 50, moved, 2 * moved)
+    return d.layer or Layer(8, 14, 50, moved, 2 * moved)
 
 
 # --- the phases -----------------------------------------------------------------------------------
@@ -262,12 +263,12 @@ def decode_step(c: ModelConfig, d: Device, gpus: int = 1) -> Callable[[float, fl
     # A small matrix product first reads its weights and then computes, with hardly any overlap.
     row = 2 * weights / d.decode + w.layers * ops.forward_bytes / d.bandwidth
     row += d.draw * c.vocab_size
-    step = (w.layers * ops.decode + 15) * d.launch
-    step += 2 * w.layers * ALL_REDUCE if gpus > 1 else 0.0
+    between = 2 * w.layers * ALL_REDUCE if gpus > 1 else 0.0
 
     def seconds(rows: float, keys: float) -> float:
         shared = d.item * weights / d.weights + rows * row + keys * cached / d.cache
-        return shared / gpus + step + rows * d.token
+        step = (w.layers * (ops.decode + (rows <= FEW)) + 11) * d.launch
+        return shared / gpus + step + between + rows * d.token
 
     return seconds
 

@@ -174,7 +174,7 @@ def decoding(c: ModelConfig, samples: list[Sample]) -> dict[str, float]:
     prompt, cpu = len(samples[0].prompt.token_ids), torch.device("cpu")
     span = prompt + longest // 3
     cache = KVCache(c, len(samples), prompt + longest, torch.float32, cpu)
-    cache.begin(torch.full((rows,), span - 1), span)
+    cache.begin(torch.full((rows,), span - 1))
     q, k, v = (rand(rows, n, E) for n in (c.num_attention_heads, K, K))
     cached = seconds(lambda: [cache(layer, q, k, v) for layer in range(L)])
 

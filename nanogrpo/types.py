@@ -180,11 +180,14 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """Return a copy of the batch on a device. The host does not wait for the copy to a GPU."""
-        cuda = torch.device(device).type == "cuda"
-        moved: dict[str, Any] = {
-            # only a copy from pinned memory is asynchronous
-            name: (x.pin_memory() if cuda else x).to(device, non_blocking=True)
-            for name, x in vars(self).items()
-            if isinstance(x, Tensor)
+        found: dict[str, Any] = {
+            name: moved(x, device) for name, x in vars(self).items() if isinstance(x, Tensor)
         }
-        return dataclasses.replace(self, **moved)
+        return dataclasses.replace(self, **found)
+
+
+def moved(x: Tensor, device: torch.device | str) -> Tensor:
+    """Return x on a device. The host does not wait for the copy to a GPU."""
+    cuda = torch.device(device).type == "cuda"
+    # only a copy from pinned memory is asynchronous
+    return (x.pin_memory() if cuda else x).to(device, non_blocking=True)

@@ -1,34 +1,41 @@
 """Compute the attention of one decode step over a paged cache.
 
-In: query, key and value of the newest token of b rows, and the cache with its table of pages. Out:
-the attention output [b, H, E]. For inference only. Read next: sample.py.
+In: query, key and value of the newest token of b rows, before the QK-norm and the rotation, and the
+cache with its table of pages. Out: the attention output [b, H, E]. For inference only. Read next:
+sample.py.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .rope import norm_rope
 
 
 def paged_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    rotation: tuple[Any, ...],
     positions: Tensor,
     table: Tensor,
     keys: Tensor,
     values: Tensor,
     window: int = 0,
 ) -> Tensor:
-    """Write k and v [b, K, E] to the pages of b rows, and return the attention output for q [b, H,
-    E].
+    """Normalize and rotate q [b, H, E] and k [b, K, E], write k and v to the pages of b rows, and
+    return the attention output [b, H, E].
 
-    The other shapes are positions [b] int64, table [B, pages of a row] int32, and keys and values
-    [pages, K, PAGE, E]. The key of row r is written to position positions[r] % PAGE of the page
-    table[r, positions[r] // PAGE]. If `window` is not 0, a token attends only to itself and the
-    window - 1 tokens before it.
+    rotation: the last five arguments of `norm_rope`. The other shapes are positions [b] int64,
+    table [B, pages of a row] int32, and keys and values [pages, K, PAGE, E]. The key of row r is
+    written to position positions[r] % PAGE of the page table[r, positions[r] // PAGE]. If `window`
+    is not 0, a token attends only to itself and the window - 1 tokens before it.
     """
+    q, k = norm_rope(q, k, *rotation)
     (b, K), size = k.shape[:2], keys.shape[2]
     pages = table[:b].long()  # [b, pages of a row]
     newest = pages.gather(1, positions[:, None] // size)[:, 0]  # [b]

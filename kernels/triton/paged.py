@@ -1,10 +1,10 @@
-"""Compute the attention of one decode step over a paged cache, with two kernels: `attend` and then
-`combine`.
+"""Compute QK-norm, rotation and attention of one decode step over a paged cache, with one kernel,
+`attend`, or with two kernels, `attend` and then `combine`.
 
-In: for the newest token of b rows, its query [b, H, E], key and value [b, K, E] and position [b].
-The cache has keys and values [pages, K, PAGE, E], and `table` lists each row's pages in order. Out:
-the attention output [b, H, E]. All dtypes are bf16, fp16 or fp32. For inference only. Read next:
-sample.py.
+In: for the newest token of b rows, its query [b, H, E], key and value [b, K, E] and position [b],
+and the arguments of `norm_rope` (rope.py). The cache has keys and values [pages, K, PAGE, E], and
+`table` lists each row's pages in order. Out: the attention output [b, H, E]. All dtypes are bf16,
+fp16 or fp32. For inference only. Read next: sample.py.
 
 Equation.   Over a part p of a row's keys: x = q Kᵀ / √E,  m_p = max x,  l_p = Σ exp(x - m_p),
             o_p = Σ exp(x - m_p) v. Then, with m = max m_p:
@@ -12,7 +12,10 @@ Equation.   Over a part p of a row's keys: x = q Kᵀ / √E,  m_p = max x,  l_p
 Parts.      The pages of a row are split into parts. If rows were not split into parts, one long row
             would leave most of the GPU idle. The number of parts depends only on b, so a CUDA graph
             is valid for all lengths. The number of pages per part depends on the row's length. The
-            program for part 0 also handles the newest token and writes it to its page.
+            program for part 0 also handles the newest token and writes it to its page. With one
+            part per row, `attend` divides by l itself, and `combine` does not run.
+Rotation.   y = u cos + u' sin, where u' = (-b, a) for u = (a, b). Each program normalizes and
+            rotates its own queries, which takes less time than the launch of another kernel.
 Groups.     The H/K query heads that share a key head form the rows of one matrix product, padded to
             16 rows for the tensor cores. So each key is read only once.
 Bytes.      The kernel reads 4·K·E bytes per cached token in bfloat16. A layer of Qwen3-0.6B (K = 8,
@@ -22,6 +25,8 @@ Reference.  `paged_attention` in reference/paged.py.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,14 +43,34 @@ PARTS = 32  # maximum number of parts per row
 
 
 @triton.jit
+def rotated(
+    X, WEIGHT, cos, sin, at, here, eps, E: tl.constexpr, E_PAD: tl.constexpr
+):  # fmt: skip
+    """Return the heads [rows, E_PAD] at X + at, normalized and rotated, in the dtype of X."""
+    e = tl.arange(0, E_PAD)
+    other = tl.where(e < E // 2, e + E // 2, e - E // 2)  # the other half
+    x = tl.load(X + at + e, mask=here, other=0.0).to(tl.float32)
+    y = tl.load(X + at + other, mask=here, other=0.0).to(tl.float32)
+    if WEIGHT is not None:
+        r = (1.0 / tl.sqrt(tl.sum(x * x, 1) / E + eps))[:, None]
+        x = x * r * tl.load(WEIGHT + e, mask=e < E, other=0.0).to(tl.float32)
+        y = y * r * tl.load(WEIGHT + other, mask=e < E, other=0.0).to(tl.float32)
+    y = tl.where(e < E // 2, -y, y)
+    return (x * cos + y * sin).to(X.dtype.element_ty)
+
+
+@triton.jit
 def attend_kernel(
-    Q, K_NEW, V_NEW, POSITION, TABLE, KEYS, VALUES, MAXIMA, TOTALS, SUMS,
-    q_stride, k_stride, v_stride, table_stride, scale,
+    Q, K_NEW, V_NEW, WQ, WK, COS, SIN, POSITION, TABLE, KEYS, VALUES, MAXIMA, TOTALS, SUMS,
+    q_stride, k_stride, v_stride, table_stride, scale, eps,
     KV: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr,
     HEADS_PAD: tl.constexpr, E_PAD: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, k, part) computes m, l and o of a part for the HEADS queries of key head k."""
+    """Program (row, k, part) computes m, l and o of a part for the HEADS queries of key head k.
+
+    If there is one part, MAXIMA and TOTALS are None, and SUMS is the output. WQ and WK may be None.
+    """
     row = tl.program_id(0).to(tl.int64)
     k_head = tl.program_id(1)
     part = tl.program_id(2)
@@ -59,12 +84,16 @@ def attend_kernel(
     n = tl.arange(0, PAGE)
     head = k_head * HEADS + g
     mine = (g < HEADS)[:, None] & (e < E)
-    q = tl.load(Q + row * q_stride + head[:, None] * E + e, mask=mine, other=0.0)
+    cos = tl.load(COS + row * E + e, mask=e < E, other=0.0)
+    sin = tl.load(SIN + row * E + e, mask=e < E, other=0.0)
+    q = rotated(Q + row * q_stride, WQ, cos, sin, head[:, None] * E, mine, eps, E, E_PAD)
     m = tl.full((HEADS_PAD,), float("-inf"), tl.float32)
     l = tl.zeros((HEADS_PAD,), tl.float32)
     o = tl.zeros((HEADS_PAD, E_PAD), tl.float32)
     if part == 0:
-        k = tl.load(K_NEW + row * k_stride + k_head * E + e, mask=e < E, other=0.0)
+        only = tl.zeros((1, 1), tl.int32) + k_head * E
+        here = (e < E)[None, :]
+        k = rotated(K_NEW + row * k_stride, WK, cos, sin, only, here, eps, E, E_PAD).reshape(E_PAD)
         v = tl.load(V_NEW + row * v_stride + k_head * E + e, mask=e < E, other=0.0)
         page = tl.load(TABLE + row * table_stride + position // PAGE).to(tl.int64)
         at = ((page * KV + k_head) * PAGE + position % PAGE) * E + e
@@ -86,8 +115,11 @@ def attend_kernel(
         values = tl.load(VALUES + at[:, None] + e, mask=there, other=0.0)
         m, l, o = add_keys(m, l, o, x, values)
     at = (row * KV * HEADS + head) * PARTS + part
-    tl.store(MAXIMA + at, m, mask=g < HEADS)
-    tl.store(TOTALS + at, l, mask=g < HEADS)
+    if PARTS == 1:
+        o = (o / l[:, None]).to(SUMS.dtype.element_ty)
+    else:
+        tl.store(MAXIMA + at, m, mask=g < HEADS)
+        tl.store(TOTALS + at, l, mask=g < HEADS)
     tl.store(SUMS + at[:, None] * E + e[None, :], o, mask=mine)
 
 
@@ -110,33 +142,38 @@ def paged_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    rotation: tuple[Any, ...],
     positions: Tensor,
     table: Tensor,
     keys: Tensor,
     values: Tensor,
     window: int = 0,
 ) -> Tensor:
-    """Write k and v [b, K, E] to the pages of b rows, and return the attention output for q [b, H,
-    E].
+    """Normalize and rotate q [b, H, E] and k [b, K, E], write k and v to the pages of b rows, and
+    return the attention output [b, H, E].
 
-    The other shapes are positions [b] int64, table [B, pages of a row] int32, and keys and values
-    [pages, K, PAGE, E]. The key of row r is written to position positions[r] % PAGE of the page
-    table[r, positions[r] // PAGE]. If `window` is not 0, a token attends only to itself and the
-    window - 1 tokens before it.
+    rotation: the last five arguments of `norm_rope`. The other shapes are positions [b] int64,
+    table [B, pages of a row] int32, and keys and values [pages, K, PAGE, E]. The key of row r is
+    written to position positions[r] % PAGE of the page table[r, positions[r] // PAGE]. If `window`
+    is not 0, a token attends only to itself and the window - 1 tokens before it.
     """
     q, k, v = adjacent(q), adjacent(k), adjacent(v)
     b, H, E = q.shape
     KV, page = keys.shape[1:3]
     parts = min(PARTS, triton.next_power_of_2(max(1, PROGRAMS // (b * KV))))
-    maxima, totals = (q.new_empty(b, H, parts, dtype=torch.float32) for _ in range(2))
-    sums = q.new_empty(b, H, parts, E, dtype=torch.float32)
     y = q.new_empty(b, H, E)
+    maxima, totals, sums = None, None, y
+    if parts > 1:
+        maxima, totals = (q.new_empty(b, H, parts, dtype=torch.float32) for _ in range(2))
+        sums = q.new_empty(b, H, parts, E, dtype=torch.float32)
+    *norms, eps = rotation
     shape = dict(E=E, E_PAD=max(16, triton.next_power_of_2(E)), PARTS=parts)
-    tensors = q, k, v, positions, table, keys, values, maxima, totals, sums
+    tensors = q, k, v, *norms, positions, table, keys, values, maxima, totals, sums
     attend_kernel[(b, KV, parts)](
         *tensors,
         *(x.stride(0) for x in (q, k, v, table)),
         E**-0.5 * LOG2E.value,
+        eps,
         KV=KV,
         HEADS=H // KV,
         HEADS_PAD=max(16, triton.next_power_of_2(H // KV)),
@@ -145,5 +182,6 @@ def paged_attention(
         num_warps=4,
         **shape,
     )
-    combine_kernel[(b * H,)](maxima, totals, sums, y, num_warps=1, **shape)
+    if parts > 1:
+        combine_kernel[(b * H,)](maxima, totals, sums, y, num_warps=1, **shape)
     return y

@@ -5,7 +5,8 @@ attention output [b, H, E], where each token attends to its own sequence. The ca
 (paged_cache.py) has the same methods:
 
     `fits` tells whether there is space for another row.
-    `fill` starts rows with the keys and values of a prompt.
+    `fill` assigns rows to the completions of a prompt.
+    `write` then writes the keys and values of the prompts.
     `reserve` reserves memory for the next tokens of all rows.
     `keep` drops the finished rows, and moves other rows into the gaps.
     `begin` prepares a decode step.
@@ -32,9 +33,8 @@ class Prefix:
 
     ids: list[int]  # the prompt
     kv: Tensor  # [2, L, K, t, E]
-    # In a PagedCache: the full pages of the prompt, and the number of rows that use these pages.
+    # In a PagedCache: the full pages of the prompt, if any row uses them.
     pages: list[int] = field(default_factory=list)
-    users: int = 0
 
 
 class KVCache:
@@ -69,28 +69,31 @@ class KVCache:
         return True
 
     def fill(self, first: int, count: int, prefix: Prefix, ahead: int) -> int:
-        """Write a prompt's keys and values to `count` rows, starting at row `first`."""
-        t = prefix.kv.shape[3]
-        self.widen(t)
-        self.kv[:, :, first : first + count, :, :t] = prefix.kv[:, :, None]
         return count
+
+    def write(self, started: Iterable[tuple[int, int, Prefix]]) -> None:
+        """Write the keys and values of prompts to rows that have started: (first row, number of
+        rows, prompt).
+        """
+        for first, count, prefix in started:
+            t = prefix.kv.shape[3]
+            self.widen(t)
+            self.kv[:, :, first : first + count, :, :t] = prefix.kv[:, :, None]
 
     def reserve(self, lengths: Iterable[int]) -> bool:
         return True
 
-    def keep(self, rows: Sequence[int], span: int) -> None:
-        """Copy the first `span` columns of row rows[i] to row i, for each i. No row may be both
-        copied and overwritten.
-        """
+    def keep(self, rows: Sequence[int]) -> None:
+        """Copy row rows[i] to row i, for each i. No row may be both copied and overwritten."""
         target = [i for i, row in enumerate(rows) if row != i]
         source = [rows[i] for i in target]
         if target:
-            self.kv[:, :, target, :, :span] = self.kv[:, :, source, :, :span]
+            self.kv[:, :, target] = self.kv[:, :, source]
 
-    def begin(self, positions: Tensor, span: int) -> None:
-        """Prepare a step. positions: [b] int64, with b ≤ B and values below `span`; `span` ≤ S."""
+    def begin(self, positions: Tensor) -> None:
+        """Prepare a step. positions: [b] int64, with b ≤ B and values below S."""
+        self.positions, self.span = positions, (span := int(positions.max()) + 1)
         self.widen(span)
-        self.positions, self.span = positions, span
         unseen = self.index[:span] > positions[:, None]  # [b, span]
         bias = torch.where(unseen, -torch.inf, 0.0).to(self.dtype)
         self.bias = bias[:, None, None]  # [b, 1, 1, span]

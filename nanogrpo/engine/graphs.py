@@ -1,7 +1,7 @@
 """Decode with CUDA graphs: one launch for each step instead of hundreds.
 
-In and out: as in runner.py. A graph has fixed shapes, so the number of rows is rounded up to a
-power of two. The rows that fill up a graph have position 0 and write to page 0 of the cache, which
+In and out: as in runner.py. A graph has fixed shapes, so the number of rows is rounded up
+(`rounded`). The rows that fill up a graph have position 0 and write to page 0 of the cache, which
 no other row uses.
 
 A decode step computes only one token per row, so most of its kernels run for less time than the
@@ -35,35 +35,38 @@ class GraphRunner(Runner):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[tuple, Any] = {}  # with the log-probs that each graph writes
 
-    def step(self, rows: int, span: int, params: SamplingParams) -> None:
+    def step(self, rows: int, params: SamplingParams) -> Tensor:
         """Replay the graph of a step. A graph is captured when its shape first occurs."""
-        padded = min(1 << (rows - 1).bit_length(), self.state.shape[1])
+        padded = min(rounded(rows), self.state.shape[1])
         self.state[1, rows:padded] = 0
-        # The values in `shape` are constant in a graph.
-        # The span may vary, because a paged cache ignores the span.
+        # the values that are constant in a graph
         shape = (padded, params.temperature, params.top_k, params.top_p)
         if shape not in self.graphs:
-            self.graphs[shape] = self.capture(padded, span, params)
-        self.graphs[shape].replay()
+            self.graphs[shape] = self.capture(padded, params)
+        graph, logp = self.graphs[shape]
+        graph.replay()
+        return logp[:rows]
 
-    def capture(self, rows: int, span: int, params: SamplingParams) -> torch.cuda.CUDAGraph:
-        now, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+    def capture(self, rows: int, params: SamplingParams) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         before = self.state.clone()
-        aside.wait_stream(now)
-        # A warm-up run before the capture lets libraries allocate their workspaces.
-        # The real step overwrites what the warm-up writes to the cache.
-        with torch.cuda.stream(aside):
-            super().step(rows, span, params)
-        now.wait_stream(aside)
+        # A step before the capture compiles the kernels, which is not possible in a capture.
+        # The real step overwrites what this step writes to the cache.
+        super().step(rows, params)
         self.state.copy_(before)
         graph = torch.cuda.CUDAGraph()
-        pool = next((g.pool() for g in self.graphs.values()), None)
+        pool = next((g.pool() for g, _ in self.graphs.values()), None)
         # "thread_local" lets another thread synchronize during the capture, for example to save.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            super().step(rows, span, params)
-        return graph
+            logp = super().step(rows, params)
+        return graph, logp
+
+
+def rounded(rows: int) -> int:
+    """Round up to a power of two, above 16 to a multiple of 16, and above 64 of 32."""
+    step = 32 if rows > 64 else min(16, 1 << (rows - 1).bit_length())
+    return -(-rows // step) * step
 
 
 def join_layers(model: Decoder) -> None:
@@ -83,11 +86,9 @@ def join(*layers: nn.Linear) -> Callable[[Tensor], tuple[Tensor, ...]]:
     The parameters of each layer become views of that tensor. So copying weights to a layer also
     changes the joint tensor.
     """
-    sizes = [len(layer.weight) for layer in layers]
-    weight = torch.cat([layer.weight for layer in layers])
-    bias = None if layers[0].bias is None else weight.new_empty(sum(sizes))
-    for i, layer in enumerate(layers):
-        layer.weight.data = weight.split(sizes)[i]
-        if bias is not None:
-            layer.bias.data = bias.split(sizes)[i]
-    return lambda x: F.linear(x, weight, bias).split(sizes, dim=-1)
+    sizes, joint = [len(layer.weight) for layer in layers], []
+    for parts in zip(*(layer.parameters() for layer in layers)):  # the weights, then any biases
+        joint.append(torch.cat(parts))
+        for part, view in zip(parts, joint[-1].split(sizes)):
+            part.data = view
+    return lambda x: F.linear(x, *joint).split(sizes, dim=-1)

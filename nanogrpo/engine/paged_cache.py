@@ -6,13 +6,16 @@ GPU reads the pages).
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanogrpo.engine.cache import Prefix
 from nanogrpo.model.dispatch import functions_for
 from nanogrpo.model.hf_config import ModelConfig
+from nanogrpo.types import moved
 
 PAGE = 32  # tokens; small pages waste less of each row's last page, large pages need fewer reads
 
@@ -38,7 +41,8 @@ class PagedCache:
 
     `table[r]` lists the pages of row r in order. The page of position p is table[r, p // PAGE]. The
     tensors are never replaced, because CUDA graphs use their addresses. Unused entries of the table
-    are 0. No row owns page 0: the rows that pad a graph's shape write there.
+    are 0. No row owns page 0: the rows that pad a graph's shape write there. So do the rows that
+    have reached their limit, until the host reads their tokens. The table has a column for them.
     """
 
     def __init__(
@@ -54,15 +58,16 @@ class PagedCache:
         self.S = S
         heads = cfg.num_key_value_heads, PAGE, cfg.head_dim
         self.kv = torch.zeros(2, cfg.num_hidden_layers, pages, *heads, dtype=dtype, device=device)
-        self.table = torch.zeros(B, pages_of(S), dtype=torch.int32, device=device)
-        self.on_host = torch.zeros_like(self.table, device="cpu")  # the next table
+        self.table = torch.zeros(B, pages_of(S) + 1, dtype=torch.int32, device=device)
+        # the next table; in NumPy, it takes less time to change a few numbers
+        self.on_host = torch.zeros_like(self.table, device="cpu").numpy()
         self.clear()
 
     def clear(self) -> None:
         """Drop all rows."""
         self.free = list(range(self.kv.shape[2] - 1, 0, -1))  # taken from the end
         self.rows: list[tuple[Prefix, list[int]]] = []  # shared prefix and own pages of each row
-        self.on_host.zero_()
+        self.on_host[:] = 0
 
     def fits(self, tokens: int) -> bool:
         """Return whether the cache has space for a row of this length that shares no pages."""
@@ -70,31 +75,32 @@ class PagedCache:
 
     def fill(self, first: int, count: int, prefix: Prefix, ahead: int) -> int:
         """Start up to `count` rows with a prompt, with space for `ahead` more tokens each. Return
-        how many rows fit. The first row writes the prompt's full pages, which all of these rows
-        share.
+        how many rows fit. These rows share the prompt's full pages.
         """
         t = prefix.kv.shape[3]
         full = t // PAGE
         each = pages_of(min(t + ahead, self.S)) - full  # pages that a row does not share
-        first_rows = not prefix.users
-        count = min(count, (len(self.free) - full * first_rows) // each)
+        shared = full - len(prefix.pages)  # 0 if another row has them
+        count = min(count, (len(self.free) - shared) // each)
         if count <= 0:
             return 0
-        if first_rows:
-            prefix.pages = self._take(full)
+        prefix.pages += self._take(shared)
         own = [self._take(each) for _ in range(count)]
-        last = [pages[0] for pages in own]  # the page with the rest of the prompt
-        whole, rest = prefix.kv.split((full * PAGE, t - full * PAGE), dim=3)
-        if first_rows:
-            paged = whole.unflatten(3, (full, PAGE))  # [2, L, K, full, PAGE, E]
-            self.kv[:, :, prefix.pages] = paged.transpose(2, 3)
-        self.kv[:, :, last, :, : rest.shape[3]] = rest[:, :, None]
-        prefix.users += count
         self.rows += [(prefix, pages) for pages in own]
         lists = [prefix.pages + pages for pages in own]
-        self.on_host[first : first + count, : full + each] = torch.tensor(lists)
-        self.table.copy_(self.on_host)
+        self.on_host[first : first + count, : full + each] = lists
         return count
+
+    def write(self, started: Iterable[tuple[int, int, Prefix]]) -> None:
+        """Copy the table to the device, and then do the same as KVCache.write. The indices of pages
+        come from the table on the device, because the host would wait for a copy of its own.
+        """
+        self.table.copy_(moved(torch.from_numpy(self.on_host), self.table.device))
+        for first, count, prefix in started:
+            filled = F.pad(prefix.kv, (0, 0, 0, PAGE - prefix.kv.shape[3] % PAGE))
+            parts = filled.unflatten(3, (-1, PAGE)).transpose(2, 3)  # [2, L, pages, K, PAGE, E]
+            pages = self.table[first : first + count, : parts.shape[2]].long()
+            self.kv[:, :, pages] = parts[:, :, None]  # each row writes the shared pages, too
 
     def reserve(self, lengths: Iterable[int]) -> bool:
         """Reserve pages for lengths[r] tokens in each row r. If there are too few free pages,
@@ -108,32 +114,34 @@ class PagedCache:
             if n:
                 pages = self._take(n)
                 self.rows[row][1].extend(pages)
-                self.on_host[row, have[row] : have[row] + n] = torch.tensor(pages)
-        self.table.copy_(self.on_host)
+                self.on_host[row, have[row] : have[row] + n] = pages
         return True
 
-    def keep(self, rows: Sequence[int], span: int) -> None:
+    def keep(self, rows: Sequence[int]) -> None:
         """Renumber row rows[i] to row i for each i, and drop all other rows. No token is copied."""
-        for row in {*range(len(self.rows))} - {*rows}:
-            prefix, own = self.rows[row]
+        dropped = [self.rows[row] for row in {*range(len(self.rows))} - {*rows}]
+        self.rows = [self.rows[row] for row in rows]
+        for prefix, own in dropped:
             self.free += own
-            prefix.users -= 1
-            if not prefix.users:
+            if all(other is not prefix for other, _ in self.rows):
                 self.free += prefix.pages
                 prefix.pages = []
-        self.rows = [self.rows[row] for row in rows]
         self.on_host[: len(rows)] = self.on_host[list(rows)]
         self.on_host[len(rows) :] = 0
 
     def _take(self, n: int) -> list[int]:
         return [self.free.pop() for _ in range(n)]
 
-    def begin(self, positions: Tensor, span: int) -> None:
-        """Prepare a step for rows 0 … b-1. `positions` is [b] int64. The kernel reads only the
-        tokens of each row, so `span` does not matter.
-        """
+    def begin(self, positions: Tensor) -> None:
+        """Prepare a step for rows 0 … b-1. `positions` is [b] int64."""
         self.positions = positions
 
+    def rotate(self, q: Tensor, k: Tensor, *rotation: Any) -> tuple[Tensor, Tensor]:
+        """Leave the norm and the rotation to the attention kernel, which saves a launch."""
+        self.rotation = rotation
+        return q, k
+
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
-        where = self.positions, self.table, *self.kv[:, layer]  # [pages, K, PAGE, E] each
+        # the shape of each half of kv[:, layer] is [pages, K, PAGE, E]
+        where = self.rotation, self.positions, self.table, *self.kv[:, layer]
         return functions_for(q.device).paged_attention(q, k, v, *where, window)

@@ -9,6 +9,7 @@ Read next: sampler.py (how a token is sampled), graphs.py (the same on a GPU).
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from nanogrpo.engine.scheduler import Completion
 from nanogrpo.model.attention import StripAttention
 from nanogrpo.model.decoder import Decoder, logits
 from nanogrpo.model.head import HeadOp
+from nanogrpo.types import moved
 
 PREFILL_TOKENS = 8192  # maximum number of tokens prefilled together, to limit memory
 
@@ -32,7 +34,6 @@ class Runner:
 
     def __init__(self, model: Decoder, cache: KVCache | PagedCache, state: Tensor):
         self.model, self.cache, self.state = model, cache, state  # state: see Scheduler
-        self.logp = torch.zeros(state.shape[1], device=state.device)  # of each row's newest token
         self.head: HeadOp = logits
         self.filters = sampler.filter_logits
 
@@ -53,31 +54,32 @@ class Runner:
         some = [n for n in lengths if n]  # a prompt of one token needs no prefill
         if not some:
             nothing = self.cache.kv[:, :, 0, :, :0]  # [2, L, K, 0, E]
-            return {id(ids): Prefix(ids, nothing) for ids in prompts}
-        device = self.state.device
-        positions = torch.cat([torch.arange(n, device=device) for n in some])  # [T]
-        cu_seqlens = torch.tensor([0, *some], device=device).cumsum(0).int()  # [N+1]
-        strip = StripAttention(cu_seqlens, max(some))
+            return {id(prompt): Prefix(prompt, nothing) for prompt in prompts}
+        T, positions = len(tokens), [p for n in some for p in range(n)]
+        host = torch.tensor([*tokens, *positions, *accumulate(some, initial=0)])
+        ids, at, cu_seqlens = moved(host, self.state.device).split((T, T, len(some) + 1))
+        strip = StripAttention(cu_seqlens.int(), max(some))
         kept: list[Tensor] = []
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
             kept.append(torch.stack((k, v)))  # [2, T, K, E]
             return strip(layer, q, k, v, window)
 
-        self.model.model(torch.tensor(tokens, device=device), positions, attend, *inputs)  # no head
+        self.model.model(ids, at, attend, *inputs)  # no head
         split = torch.stack(kept, 1).transpose(2, 3).split(lengths, dim=3)  # [2, L, K, t, E] each
-        return {id(ids): Prefix(ids, kv) for ids, kv in zip(prompts, split)}
+        return {id(prompt): Prefix(prompt, kv) for prompt, kv in zip(prompts, split)}
 
     def decode(self, active: Sequence[Completion], params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Sample up to `stride` tokens per active row. Return tokens and log-probs [steps, b]."""
         b = len(active)
         steps = min(self.stride, max(c.room for c in active))
-        span = max(c.position + min(steps, c.room) for c in active)
         sampled = []
         for _ in range(steps):
-            self.step(b, span, params)
-            sampled.append((self.state[0, :b].clone(), self.logp[:b].clone()))
-        tokens, logp = (torch.stack(x).cpu() for x in zip(*sampled))  # the host waits for the GPU
+            logp = self.step(b, params)
+            # with the bits of log-probs as integers, one transfer is enough
+            sampled.append(torch.stack((self.state[0, :b], logp.view(torch.int32))))  # [2, b] int64
+        tokens, bits = torch.stack(sampled, 1).cpu()  # the host waits for the GPU
+        logp = bits.int().view(torch.float32)
         if not logp.isfinite().all():
             bad = active[int(logp.isfinite().all(0).int().argmin())].sample.prompt.id
             raise FloatingPointError(
@@ -87,15 +89,17 @@ class Runner:
             )
         return tokens, logp
 
-    def step(self, rows: int, span: int, params: SamplingParams) -> None:
-        """Sample one token for each of the first `rows` rows, advance `state`, and write `logp`.
+    def step(self, rows: int, params: SamplingParams) -> Tensor:
+        """Sample one token for each of the first `rows` rows, and advance `state`. Return the
+        log-probs of the tokens, [rows] float32.
 
         No computation here depends on the host, so a CUDA graph can replay this step.
         """
-        token, position, last, key = self.state[:, :rows]  # [rows] each
-        self.cache.begin(position, span)
+        token, position, key = self.state[:, :rows]  # [rows] each
+        self.cache.begin(position)
         found = self.model(token, position, self.cache, None, self.head)  # [rows, V]
         kept = self.filters(found, params)
-        sampled, self.logp[:rows] = sampler.sample(kept, key, position, params)
+        sampled, logp = sampler.sample(kept, key, position, params)
         token.copy_(sampled)
-        torch.minimum(position + 1, last, out=position)  # a finished row keeps its position
+        position += 1
+        return logp

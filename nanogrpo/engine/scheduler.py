@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nanogrpo.engine.cache import KVCache, Prefix
 from nanogrpo.engine.paged_cache import PagedCache
-from nanogrpo.types import Sample
+from nanogrpo.types import Sample, moved
 
 
 @dataclass
@@ -53,15 +53,17 @@ class Scheduler:
     def __init__(self, cache: KVCache | PagedCache, slots: int, device: torch.device):
         self.cache, self.slots = cache, slots
         self.put_back = 0  # completions put back into the queue since the last `metrics`
-        # [4, slots]: each row's next input token, this token's position, last position, random key.
-        # The tensor is never replaced, because CUDA graphs use its address.
-        self.state = torch.zeros(4, slots, dtype=torch.int64, device=device)
+        # [3, slots]: each row's next input token, the position of this token, and the random key.
+        # The tensor is never replaced, because CUDA graphs use its address. Each step advances it,
+        # and `schedule` writes it if rows have started or moved.
+        self.state = torch.zeros(3, slots, dtype=torch.int64, device=device)
 
     def start(self, completions: Iterable[Completion]) -> None:
         """Queue these completions, and drop all others."""
         self.waiting: deque[Completion] = deque(completions)
         self.active: list[Completion] = []
         self.prefixes: dict[int, Prefix] = {}  # by id(completion.start)
+        self.changed = False  # whether rows have started or moved
         self.cache.clear()
 
     def schedule(
@@ -79,6 +81,7 @@ class Scheduler:
             self.waiting.appendleft(youngest)
             self.put_back += 1
             self._keep([r for r, c in enumerate(self.active) if c is not youngest])
+        started = []  # (first row, number of rows, prompt)
         while self.waiting and len(self.active) < self.slots:
             ids, first = self.waiting[0].start, len(self.active)
             if id(ids) not in self.prefixes:
@@ -88,14 +91,17 @@ class Scheduler:
                 self.prefixes = prefill(self.waiting)
             free = min(self.slots - first, len(self.waiting))
             group = next((i for i in range(free) if self.waiting[i].start is not ids), free)
-            filled = self.cache.fill(first, group, self.prefixes[id(ids)], ahead)
+            prefix = self.prefixes[id(ids)]
+            filled = self.cache.fill(first, group, prefix, ahead)
             if not filled:
                 break
             self.active += [self.waiting.popleft() for _ in range(filled)]
-            new = [
-                (ids[-1], c.position, c.position + c.room - 1, c.key) for c in self.active[first:]
-            ]
-            self.state[:, first : len(self.active)] = torch.tensor(new, device=self.state.device).T
+            started.append((first, filled, prefix))
+        self.cache.write(started)
+        if self.active and (started or self.changed):
+            rows = [((c.sample.token_ids or c.start)[-1], c.position, c.key) for c in self.active]
+            self.state[:, : len(rows)] = moved(torch.tensor(rows), self.state.device).T
+        self.changed = False
         return bool(self.active)
 
     def postprocess(
@@ -118,10 +124,8 @@ class Scheduler:
         """Keep only these rows, which are in increasing order. The last rows move into the gaps."""
         rows = list(range(len(kept)))
         gaps = sorted({*rows} - {*kept})
-        moved = kept[len(kept) - len(gaps) :]
-        for gap, row in zip(gaps, moved):
+        for gap, row in zip(gaps, kept[len(kept) - len(gaps) :]):
             rows[gap] = row
-        self.cache.keep(rows, max((self.active[r].position for r in moved), default=0))
+        self.cache.keep(rows)
         self.active = [self.active[r] for r in rows]
-        if gaps:
-            self.state[:, gaps] = self.state[:, moved]
+        self.changed = True

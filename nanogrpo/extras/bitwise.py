@@ -175,6 +175,7 @@ def paged_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    rotation: tuple[Any, ...],
     positions: Tensor,
     table: Tensor,
     keys: Tensor,
@@ -182,6 +183,7 @@ def paged_attention(
     window: int = 0,  # never used: `Bitwise.model` refuses windows
 ) -> Tensor:
     """Do the same as kernels/reference/paged.py, with one tile for each row."""
+    q, k = dispatch.functions_for(q.device).norm_rope(q, k, *rotation)
     size, pages = keys.shape[2], table[: len(q)].long()  # [b, pages of a row]
     newest = pages.gather(1, positions[:, None] // size)[:, 0]  # [b]
     keys[newest, :, positions % size] = k

@@ -89,7 +89,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         q, k, v = (y.unflatten(-1, (-1, self.E)) for y in self.project(x))  # [T, H or K, E]
         weights = [norm and norm.weight for norm in (self.q_norm, self.k_norm)]  # [E] or None
-        q, k = functions_for(x.device).norm_rope(q, k, *weights, cos, sin, self.eps)
+        # a decode step on a GPU rotates in its attention kernel
+        rotate = getattr(attend, "rotate", functions_for(x.device).norm_rope)
+        q, k = rotate(q, k, *weights, cos, sin, self.eps)
         return self.o_proj(attend(self.layer, q, k, v, self.window).flatten(-2))  # [T, D]
 
 
@@ -144,15 +146,14 @@ class Body(nn.Module):
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines that rotate queries and keys at positions [T]. With
-        positions [T, E/2], each frequency has its own position.
+        positions [T, E], each dimension has its own position.
         """
         c = self.cfg
         frequencies, factor = rope.frequencies(
             c.rope_theta, c.head_dim, c.rope_scaling, positions.device
         )
         # Angles are always float32, because bf16 cannot represent all positions above 256.
-        angles = positions.view(len(positions), -1).float() * frequencies  # [T, E/2]
-        angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)  # [T, 1, E]
+        angles = (positions.view(len(positions), -1) * frequencies).unsqueeze(1)  # [T, 1, E]
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 

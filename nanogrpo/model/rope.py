@@ -1,6 +1,6 @@
 """Compute the frequencies of rotary position embedding.
 
-In: the base theta and the size E of a head. Out: the frequencies [E/2], and a factor for cosines
+In: the base theta and the size E of a head. Out: the frequencies [E], and a factor for cosines
 and sines. Dimensions i and i + E/2 of a head are rotated by the angle position · f_i, with
 f_i = theta^(-2i/E). Read next: decoder.py, which rotates queries and keys.
 """
@@ -23,10 +23,11 @@ SCALINGS: dict[str, Callable[[str, dict, dict, str], Any]] = {}
 def frequencies(
     theta: float, size: int, scaling: Any, device: torch.device
 ) -> tuple[Tensor, float]:
-    """Return the frequencies [E/2] float32 of a head of `size` E, and a factor for cosines and
-    sines.
+    """Return the frequency of each dimension of a head of `size` E, [E] float32, and a factor for
+    cosines and sines.
     """
     # always float32, because bf16 cannot represent all positions above 256
     even = torch.arange(0, size, 2, device=device, dtype=torch.float32)
     powers = theta ** (even / size)  # [E/2]
-    return scaling.frequencies(powers, theta) if scaling else (1.0 / powers, 1.0)
+    half, factor = scaling.frequencies(powers, theta) if scaling else (1.0 / powers, 1.0)
+    return torch.cat((half, half)), factor

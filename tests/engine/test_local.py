@@ -117,7 +117,9 @@ def test_decoding_several_steps_per_transfer_changes_nothing():
         for p, m in zip(make_prompts(), itertools.cycle(limits))
     ]
     longest = max(len(p.token_ids) + (p.max_tokens or PARAMS.max_tokens) for p in prompts)
-    each, few = (make_engine(model, slots=7, max_len=longest) for _ in range(2))
+    each, few = (
+        make_engine(model, slots=7, max_len=longest, paged=paged) for paged in (False, True)
+    )
     few.runner.stride = (
         8  # as on a GPU: tokens after a stop token and above the limit are discarded
     )

@@ -149,17 +149,22 @@ def contracts() -> dict[str, Launch]:
     add("swiglu.forward; swiglu.backward", both_ways, kernels.swiglu, gate, up)
     order = meta(4 * T, dtype=torch.int64), meta(T + 1, dtype=torch.int64)
     add("gather.sum", both_ways, kernels.gather_rows, k, order[0], order)
-    # a decode step of 64 rows; q, k and v are parts of one product
-    keys = meta(64, dtype=torch.int64)
-    joint = meta(64, (H + 2 * K) * E).split([H * E, K * E, K * E], dim=1)
-    heads = [x.unflatten(1, (-1, E)) for x in joint]
-    pages = meta(64, 128, dtype=torch.int32), meta(999, K, 32, E), meta(999, K, 32, E)
-    add("paged.attend; paged.combine", kernels.paged_attention, *heads, keys, *pages)
+    # a decode step; q, k and v are parts of one product
+    exactly = torch.no_grad()(functools.partial(bitwise.paged_attention, exact.attend))
+    for names, function, rows in (
+        ("paged.attend; paged.combine", kernels.paged_attention, 64),
+        ("paged.attend, one part", kernels.paged_attention, 128),
+        ("exact.attend", exactly, 64),
+    ):
+        keys, table_of = meta(rows, dtype=torch.int64), meta(rows, 128, dtype=torch.int32)
+        joint = meta(rows, (H + 2 * K) * E).split([H * E, K * E, K * E], dim=1)
+        angles = [meta(rows, 1, E, dtype=torch.float32, frozen=True) for _ in range(2)]
+        rest = (*norms, *angles, eps), keys, table_of, meta(999, K, 32, E), meta(999, K, 32, E)
+        add(names, function, *(y.unflatten(1, (-1, E)) for y in joint), *rest)
     for out, name in ((None, ""), (meta(T, F, dtype=torch.float32), ", fp32")):
         add(f"exact.product{name}", exact.product, x, meta(F, D, frozen=True), out)
-    paged = torch.no_grad()(functools.partial(bitwise.paged_attention, exact.attend))
-    add("exact.attend", paged, *heads, keys, *pages)
     names = "sample.totals; sample.counts; sample.pick"
+    keys = meta(64, dtype=torch.int64)
     add(names, kernels.sample_tokens, meta(64, V), keys, keys, 0.7)
     strip = Strip(meta(65, dtype=torch.int32), 1024)
     names = "attention.forward; attention.queries; attention.keys"
@@ -277,6 +282,7 @@ def report(name: str, launch: Launch, arch: int, code: bool = True) -> dict:
 WIDEST = ("rows", "rows, fp32", "rows, odd stride", "rows, odd stride, fp32")
 WIDEST += ("terms", "terms, on policy", "norm.backward", "rope.backward", "swiglu.backward")
 WIDEST += ("rope.backward, 64 heads", "gather.sum", "paged.attend", "paged.combine")
+WIDEST += ("paged.attend, one part",)
 WIDEST += ("sample.totals", "sample.counts", "sample.pick")
 WIDEST += ("nf4.dequantize", "nf4.matmul")
 WIDEST += ("exact.product", "exact.attend")

@@ -77,5 +77,12 @@ def test_a_query_has_the_same_bits_in_a_strip_and_in_the_cache(how, H, K, E):
     positions = torch.tensor([len(rows) - 1 for rows in kv])
     step = functools.partial(paged_attention, how.attend)
     newest = (x[last.to(DEVICE)] for x in on)
-    got = step(*newest, positions.to(DEVICE), table.to(DEVICE), *cache.to(DEVICE))
+    one = torch.ones(len(last), 1, E, device=DEVICE)
+    got = step(
+        *newest,
+        (None, None, one, 0 * one, 1e-6),
+        positions.to(DEVICE),
+        table.to(DEVICE),
+        *cache.to(DEVICE),
+    )
     assert torch.equal(got.cpu(), y[last])

@@ -148,7 +148,8 @@ class Encoder(nn.Module):
         c, table = self.cfg, self.pos_embed.weight
         S = round(len(table) ** 0.5)
         square = table.T.unflatten(1, (S, S)).unsqueeze(0)  # [1, D, S, S]
-        f, _ = rope.frequencies(10_000, c.hidden_size // c.num_heads // 2, None, table.device)
+        size = c.hidden_size // c.num_heads // 2
+        f = rope.frequencies(10_000, size, None, table.device)[0][: size // 2]
         learned, angles = [], []
         for _, h, w in grid:
             at = self.places(h, w).to(table.device)
@@ -227,8 +228,8 @@ class VisionBody(nn.Module):
         features = [x[: len(at)] for x in features]
         x = text.embed_tokens(tokens).index_copy(0, at, features[0])  # [T, D]
         residual = None
-        # each frequency is multiplied by the position on its axis: [3, T] → [E/2, T] → [T, E/2]
-        cos, sin = text.angles(axes[torch.tensor(c.axes, device=device)].T)
+        # each frequency is multiplied by the position on its axis: [3, T] → [E, T] → [T, E]
+        cos, sin = text.angles(axes[torch.tensor(2 * c.axes, device=device)].T)
         for i, layer in enumerate(text.layers, start=1):
             x, residual = layer(x, residual, cos, sin, attend)
             if i < len(features):
