@@ -92,11 +92,11 @@ class KVCache:
 
     def begin(self, positions: Tensor) -> None:
         """Prepare a step. positions: [b] int64, with b ≤ B and values below S."""
-        self.positions, self.span = positions, (span := int(positions.max()) + 1)
+        self.positions = positions
+        self.span = span = int(positions.max()) + 1
         self.widen(span)
-        unseen = self.index[:span] > positions[:, None]  # [b, span]
-        bias = torch.where(unseen, -torch.inf, 0.0).to(self.dtype)
-        self.bias = bias[:, None, None]  # [b, 1, 1, span]
+        unseen = self.index[:span] > positions[:, None, None, None]  # [b, 1, 1, span]
+        self.bias = torch.where(unseen, -torch.inf, 0.0).to(self.dtype)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
         b, H, E = q.shape

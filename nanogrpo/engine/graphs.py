@@ -38,23 +38,21 @@ class GraphRunner(Runner):
         self.graphs: dict[tuple, Any] = {}  # with the log-probs that each graph writes
 
     def step(self, rows: int, params: SamplingParams) -> Tensor:
-        """Replay the graph of a step. A graph is captured when its shape first occurs."""
+        """Replay the graph of a step. A graph is captured after the first step with its shape."""
         padded = min(rounded(rows), self.state.shape[1])
         self.state[1, rows:padded] = 0
         # the values that are constant in a graph
         shape = (padded, params.temperature, params.top_k, params.top_p)
-        if shape not in self.graphs:
+        if shape in self.graphs:
+            graph, logp = self.graphs[shape]
+            graph.replay()
+        else:
+            # This step compiles the kernels, which is not possible during a capture.
+            logp = super().step(padded, params)
             self.graphs[shape] = self.capture(padded, params)
-        graph, logp = self.graphs[shape]
-        graph.replay()
         return logp[:rows]
 
     def capture(self, rows: int, params: SamplingParams) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        before = self.state.clone()
-        # A step before the capture compiles the kernels, which is not possible in a capture.
-        # The real step overwrites what this step writes to the cache.
-        super().step(rows, params)
-        self.state.copy_(before)
         graph = torch.cuda.CUDAGraph()
         pool = next((g.pool() for g, _ in self.graphs.values()), None)
         # "thread_local" lets another thread synchronize during the capture, for example to save.

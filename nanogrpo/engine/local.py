@@ -105,10 +105,7 @@ class LocalEngine:
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
     ) -> list[Sample]:
         """Return n completions of each prompt, in order (see Engine.sample)."""
-        samples: list[Sample] = []
-        for growing in self.sample_steps(prompts, n, params, step):
-            samples = growing
-        return samples
+        return [[], *self.sample_steps(prompts, n, params, step)][-1]
 
     @torch.inference_mode()
     def sample_steps(
@@ -128,8 +125,9 @@ class LocalEngine:
             for i, p in enumerate(prompts)
             for j in range(n)
         ]
+        samples = [c.sample for c in completions]
         self.scheduler.start(completions)
         while self.scheduler.schedule(self.runner.prefill, self.runner.stride):
             tokens, logp = self.runner.decode(self.scheduler.active, params)
             self.scheduler.postprocess(tokens, logp, self.version, params.stop_token_ids)
-            yield [c.sample for c in completions]
+            yield samples
