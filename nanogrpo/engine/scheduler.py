@@ -98,7 +98,7 @@ class Scheduler:
             self.active += [self.waiting.popleft() for _ in range(filled)]
             started.append((first, filled, prefix))
         self.cache.write(started)
-        if started or self.changed:
+        if self.active and (started or self.changed):
             rows = [((c.sample.token_ids or c.start)[-1], c.position, c.key) for c in self.active]
             self.state[:, : len(rows)] = moved(torch.tensor(rows), self.state.device).T
         self.changed = False

@@ -104,9 +104,10 @@ class KeepingEngine(Wrapper):
         self.newest[: len(logits)] = logits > -torch.inf
         return logits
 
-    def _step(self, rows: int, span: int, params: SamplingParams) -> None:
-        self.step(rows, span, params)
+    def _step(self, rows: int, params: SamplingParams) -> Tensor:
+        logp = self.step(rows, params)
         self.steps.append(self.newest[:rows].clone())
+        return logp
 
     def _decode(self, active: Sequence[Completion], params: SamplingParams) -> Any:
         self.steps: list[Tensor] = []  # [b, V] bool each
