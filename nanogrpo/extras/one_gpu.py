@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -117,6 +117,37 @@ def copy_weights(model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
             versions[:] = now
 
     model.register_forward_pre_hook(refresh)
+    model.copies = copies
+
+
+def fuse(optimizer: Any, copies: dict[Tensor, Tensor]) -> None:
+    """Clip, update and copy each weight in one Triton kernel, instead of three of torch's kernels.
+    `optimizer` is torch's AdamW; its state keeps its form.
+    """
+    from nanogrpo.kernels.triton import adamw  # a CPU does not need Triton
+
+    def clip(parameters: Iterable[Tensor], limit: float) -> Tensor:
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        optimizer.grad_scale = (limit / (norm + 1e-6)).clamp(max=1)
+        return norm
+
+    @torch.no_grad()
+    def step() -> None:
+        skip = optimizer.found_inf
+        for group in optimizer.param_groups:
+            weights = [p for p in group["params"] if p.grad is not None]
+            states = [optimizer.state[p] for p in weights]
+            if not weights:
+                continue
+            steps = [state["step"] for state in states]
+            torch._foreach_add_(steps, 1 - skip)
+            constants = group["lr"], group["weight_decay"], group["betas"], group["eps"]
+            each = adamw.factors(torch.stack(steps), group["lr"], group["betas"]).unbind()
+            for p, state, numbers in zip(weights, states, each):
+                tensors = p, copies[p], p.grad, state["exp_avg"], state["exp_avg_sq"]
+                adamw.adamw_(tensors, (numbers, optimizer.grad_scale, skip), *constants)
+
+    vars(optimizer).update(clip=clip, step=step)  # `clip_and_step` calls them
 
 
 def move(master: Tensor, copy: Any) -> None:

@@ -10,6 +10,7 @@ import functools
 import os
 from typing import TYPE_CHECKING, Any
 
+from torch.optim import AdamW
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
@@ -18,11 +19,12 @@ from torch.utils.checkpoint import (
 
 from nanogrpo.distributed.fsdp import Sharding
 from nanogrpo.distributed.world import World
-from nanogrpo.extras.one_gpu import copy_weights
+from nanogrpo.extras.one_gpu import copy_weights, fuse
 from nanogrpo.feature import Feature
+from nanogrpo.model.dispatch import uses_triton
 
 if TYPE_CHECKING:
-    from nanogrpo.run.setup import Inputs
+    from nanogrpo.run.setup import Inputs, Run
 
 
 # Selective checkpointing keeps the results of matrix products and attention. Recomputing norms,
@@ -46,6 +48,11 @@ class Sharded(Feature):
     def loaded(self, model: Any) -> None:
         if model.sharding.whole:
             copy_weights(model)
+
+    def running(self, run: Run) -> None:
+        model: Any = run.model
+        if model.sharding.whole and type(run.optimizer) is AdamW and uses_triton(run.world.device):
+            fuse(run.optimizer, model.copies)
 
 
 def is_whole(cfg: Any, world: World) -> bool:

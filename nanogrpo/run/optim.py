@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nanogrpo.config import Config
 from nanogrpo.feature import Feature, first
+from nanogrpo.model.weights import gathered
 
 
 def make_optimizer(
@@ -37,10 +38,11 @@ def adamw(groups: list[dict[str, Any]], **constants: Any) -> torch.optim.Optimiz
     """
     optimizer = torch.optim.AdamW(groups, fused=True, **constants)
     # AdamW would create the same state: a float32 counter on the device, and sharded moments.
-    for p in (p for group in groups for p in group["params"]):
-        step = torch.zeros((), device=p.device)
-        moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[p] = {"step": step, **moments}
+    for group in groups:
+        for p in group["params"]:
+            step = torch.zeros((), device=p.device)
+            moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[p] = {"step": step, **moments}
     return optimizer
 
 
@@ -72,8 +74,8 @@ def clip_and_step(
     If the norm is not finite, no weight changes, and FloatingPointError is raised. A fused
     optimizer checks this on the device, so the host waits for the device only after the update.
     """
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
-    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # over all ranks' shards
+    clip = getattr(optimizer, "clip", nn.utils.clip_grad_norm_)  # an optimizer may clip by itself
+    norm = gathered(clip(model.parameters(), max_grad_norm or math.inf))  # over all ranks' shards
     finite = norm.isfinite()
     if fused := optimizer.defaults.get("fused"):
         optimizer.found_inf = 1.0 - finite.float()  # type: ignore[attr-defined]
@@ -84,7 +86,7 @@ def clip_and_step(
             group["lr"] = rate
     if fused or finite:
         optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
     if not finite:
         raise FloatingPointError(
             f"the gradient's norm is {norm.item()}, so no update was made: lower --learning-rate "

@@ -81,7 +81,7 @@ def contracts() -> dict[str, Launch]:
     import torch
     from nanogrpo.kernels.reference.attention import Strip
     from nanogrpo.kernels.reference.policy import Clip, LossInputs
-    from nanogrpo.kernels.triton import exact
+    from nanogrpo.kernels.triton import adamw, exact
 
     from examples import textbook
     from nanogrpo.extras import bitwise
@@ -147,6 +147,10 @@ def contracts() -> dict[str, Launch]:
     add(names.format(", no norm"), both_ways, kernels.norm_rope, q, k, None, None, *angles, eps)
     gate, up = meta(T, F), meta(T, F)
     add("swiglu.forward; swiglu.backward", both_ways, kernels.swiglu, gate, up)
+    w, m, v, grad = (meta(D, F, dtype=torch.float32, frozen=True) for _ in range(4))
+    numbers = vector()[:2], vector()[0], vector()[0]
+    tensors = w, meta(D, F), grad, m, v
+    add("adamw.update", adamw.adamw_, tensors, numbers, 1e-6, 0.1, (0.9, 0.999), 1e-8)
     order = meta(4 * T, dtype=torch.int64), meta(T + 1, dtype=torch.int64)
     add("gather.sum", both_ways, kernels.gather_rows, k, order[0], order)
     # a decode step; q, k and v are parts of one product
@@ -285,7 +289,7 @@ WIDEST += ("rope.backward, 64 heads", "gather.sum", "paged.attend", "paged.combi
 WIDEST += ("paged.attend, one part",)
 WIDEST += ("sample.totals", "sample.counts", "sample.pick")
 WIDEST += ("nf4.dequantize", "nf4.matmul")
-WIDEST += ("exact.product", "exact.attend")
+WIDEST += ("exact.product", "exact.attend", "adamw.update")
 ARCHS = (80, 86, 89, 90, 100, 120)  # A100, RTX 3090, RTX 4090, H100, B200, RTX 5090
 ATTENTION = ("attention.forward", "attention.queries", "attention.keys")
 
