@@ -19,9 +19,9 @@ compares loss and gradients with TRL's:
     m = (1 - β) π + β teacher;  D = β KL(teacher ‖ m) + (1 - β) KL(π ‖ m)
     β = 1: KL(π ‖ teacher);  β = 0: KL(teacher ‖ π)
 
-The teachers need the student's tokenizer. With one teacher, sampled tokens and no KL penalty, the
-same is possible without a recipe: `--beta 1 --ref-model TEACHER --reward-weights 0`, where the
-gradient also follows the ratio of later updates of a step.
+The teachers need the student's tokenizer. With one teacher, without rewards and without --jsd-beta,
+train.py can do almost the same: `--beta 1 --ref-model TEACHER --reward-funcs accuracy
+--reward-weights 0`. If a step has several updates, its gradient also contains the policy ratio.
 """
 
 from __future__ import annotations

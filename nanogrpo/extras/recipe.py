@@ -46,7 +46,7 @@ def main(
     for field in own[:1]:
         field.metadata = {"group": "Options of the recipe", **field.metadata}  # type: ignore[assignment]
     if {"-h", "--help"} & {*words}:
-        text = inspect.getdoc(inspect.getmodule(options)) or ""
+        text = inspect.getdoc(inspect.getmodule(features)) or ""
         more = "All options of train.py: --help-all."
         cli.parser(
             options, {field.name for field in own}, "%(prog)s [options]", text, more
