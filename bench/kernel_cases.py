@@ -204,8 +204,8 @@ def nf4_case(rows: int | None, out: int, width: int, device: str, dtype: torch.d
 
 
 def lora_case(count: int, width: int, device: str, dtype: torch.dtype) -> Case:
-    """Return a square layer with adapters of rank 16, forward and backward. The gradients are those
-    of x, A and B, because the weight is frozen.
+    """Return a square layer with adapters of rank 16, forward and backward. Only x, A and
+    B have gradients, because the weight is frozen.
     """
     g = torch.Generator(device).manual_seed(5)
 

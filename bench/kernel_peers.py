@@ -5,7 +5,7 @@ In: a device. Out: sides by name. Each implementation, called a side, takes the 
 returns a dict of results. If a library cannot run here, the side is a string with the reason. The N
 tokens of a case are divided into eight sequences, because some libraries expect sequences. quack
 and cut-cross-entropy have no temperature, so they get hidden states that are divided by it. They
-are no sides of operations that start with logits. Read next: kernel_cases.py.
+are not measured on operations that start with logits. Read next: kernel_cases.py.
 """
 
 from __future__ import annotations

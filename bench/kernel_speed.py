@@ -151,8 +151,8 @@ def chosen(device: str, small: bool, operations: Sequence[str]) -> list[Callable
 
 
 def check(device: str, operations: Sequence[str]) -> int:
-    """Run every side on small shapes and print its errors. Return 1 if ours are too large. If a
-    library fails, for example because it supports only other shapes, the table gives the reason.
+    """Run every side on small shapes and print its errors. Return 1 if nanogrpo's are too large. If
+    a library fails, for example because it supports only other shapes, the table gives the reason.
     """
     wrong, lines = 0, []
     for make in chosen(device, True, operations):

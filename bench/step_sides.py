@@ -54,9 +54,9 @@ class Case:
 
 
 def make_samples(case: Case, prompt: int, longest: int) -> list[Sample]:
-    """Return random samples for the case, with completions of these lengths. Each group has both
-    rewards. nanogrpo would leave out a group with equal rewards, which has no gradient, and TRL
-    would not.
+    """Return random samples for the case, with completions of these lengths. Each group contains
+    both rewards. Otherwise, nanogrpo would leave out the group, which would have no gradient, and
+    TRL would not.
     """
     rng, count = random.Random(0), case.P * case.G
     lengths = [longest] * count if case.even else uneven_lengths(count, longest)
@@ -249,10 +249,11 @@ class TrlAsync(Trl):
     """TRL's AsyncGRPOTrainer on the same completions: its packing without padding, in which a
     prompt is computed once for its group, its `compute_loss` and its optimizer.
 
-    Its attention needs FlashAttention 3 from a network, so `varlen_attention` replaces it. A row
-    has at most the tokens of a strip of nanogrpo. TRL takes the mean over rows of their means over
-    tokens. Here, each row is divided by the tokens of all rows, so that the gradient is the same.
-    The loss needs the log-probs of the completions, which are computed before the first step.
+    Its attention downloads FlashAttention 3, so `varlen_attention` replaces it. A row has at most
+    as many tokens as a strip of nanogrpo. TRL computes the mean over the tokens of each row, and
+    then the mean over rows. Here, the sum of each row is divided by the number of tokens in all
+    rows, so that the gradient is the same as nanogrpo's. The loss needs the log-probs of the
+    completions, which are computed before the first step.
     """
 
     def __init__(self, folder: Path, cfg: Config, checkpointing: bool = False):

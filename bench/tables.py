@@ -457,7 +457,7 @@ BENCHES = {
         "Do all stages of `make gpu` succeed? The stage `train` runs ten steps on the word"
         " problems. k3 estimates how far the policy of the sampling engine is from the policy of"
         " the trainer. The other stages repeat the benchmarks kernel_speed, attention_speed,"
-        " step_trace, step_large and rollout_large. The tables of these are above.",
+        " step_trace, step_large and rollout_large. Their tables are above.",
         ("stage", "result", "seconds", "seconds per step", "tokens/s", "k3", "peak memory"),
         gpu,
         [(stage,) for stage in GPU_STAGES],

@@ -66,8 +66,8 @@ class Feature:
     def running(self, run: Run) -> AbstractContextManager | None: ...
 
     # --- in each step, in this order ---
-    # Return other prompts for a step, as many as were `drawn` for all ranks. On every rank, they
-    # must be the same ones.
+    # Return other prompts for a step, for all ranks, as many as there are in `drawn`. Every rank
+    # must return the same prompts.
     def draw(self, run: Run, drawn: list[Prompt], seed: int, step: int) -> list[Prompt] | None: ...
     # Read the rewards, or replace samples in place. The samples are those of this rank.
     def scored(self, run: Run, samples: list[Sample], step: int) -> None: ...

@@ -2,8 +2,8 @@
 
     average ← d · average + (1 - d) · weights        after each step, from the initial weights
 
-The average changes neither training nor the weights in a checkpoint. The state of a checkpoint
-contains the average, so a resumed run continues with it. Each rank averages its own shards.
+The average changes neither training nor the exported weights. A checkpoint also contains the
+average, so a resumed run continues with it. Each rank averages its own shards.
 
     python examples/recipes/ema.py --model runs/base --data arithmetic --eval-steps 10 \\
         --ema-decay 0.99 --output-dir runs/ema

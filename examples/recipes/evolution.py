@@ -14,10 +14,10 @@ for language models):
 Z is the rank of a member, from -1 to 1 (fitness shaping, section 2.1 of Salimans et al.), so one
 broken member does not decide the update. G is --num-generations, α is --learning-rate, and σ is
 --sigma. The noise is a function of the seed, the step and j, so it is generated again instead of
-stored. All weights see the same random numbers in sampling, so F differs only because of the noise.
-The loop of train.py runs unchanged: all advantages are 0, so AdamW takes no step (without --beta
-and --weight-decay), and this feature changes the weights after it. The log's warning that nothing
-was learned is about AdamW.
+stored. All members sample with the same random numbers, so F differs only because of the noise. The
+loop of train.py runs unchanged: all advantages are 0, so AdamW takes no step (without --beta and
+--weight-decay), and this feature changes the weights after it. The log's warning that nothing was
+learned refers only to AdamW.
 """
 
 from __future__ import annotations

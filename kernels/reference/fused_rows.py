@@ -23,8 +23,8 @@ def policy_rows_(
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """Return log-prob, entropy, l, clip flag and KL (or None) of each row, all [N], and the
-    gradient of Σ weight · l - entropy_weight · H [N, V]. The gradient is written to `out`, by
-    default over the logits.
+    gradient of Σ weight · l - entropy_weight · H [N, V]. The gradient is written to `out`; by
+    default, it overwrites the logits.
 
     If the weight of a row is 0, its l, clip flag and KL are 0, but its log-prob must still be
     finite. Rows whose weight and entropy_weight are both 0 never reach this function:

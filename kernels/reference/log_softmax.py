@@ -66,7 +66,8 @@ def log_softmax_backward_(
     dentropy: Tensor | None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Write the gradient of the logits [N, V] to `out`, by default over the logits. Return it.
+    """Write the gradient of the logits [N, V] to `out`, and return it. By default, it overwrites
+    the logits.
 
     logp = z_y - lse and dlse/dz_j = p_j give dlogp/dz_j = 1[j = y] - p_j. H = -Σ p log p with
     dp_i/dz_j = p_i (1[i = j] - p_j) gives dH/dz_j = -p_j (log p_j + H). dlogits = dz / T.

@@ -226,8 +226,8 @@ def log_softmax_backward_(
     dentropy: Tensor,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Write the gradient of the logits [N, V] to `out` (contiguous), by default over the logits.
-    Return it.
+    """Write the gradient of the logits [N, V] to `out` (contiguous), and return it. By default, it
+    overwrites the logits.
     """
     count, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)

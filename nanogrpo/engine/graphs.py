@@ -62,7 +62,7 @@ class GraphRunner(Runner):
 
 
 def rounded(rows: int) -> int:
-    """Round up to a power of two, above 16 to a multiple of 16, and above 64 of 32."""
+    """Round up to a power of two; above 16, to a multiple of 16; above 64, to a multiple of 32."""
     step = 32 if rows > 64 else min(16, 1 << (rows - 1).bit_length())
     return -(-rows // step) * step
 

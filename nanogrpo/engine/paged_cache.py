@@ -41,8 +41,9 @@ class PagedCache:
 
     `table[r]` lists the pages of row r in order. The page of position p is table[r, p // PAGE]. The
     tensors are never replaced, because CUDA graphs use their addresses. Unused entries of the table
-    are 0. No row owns page 0: the rows that pad a graph's shape write there. So do the rows that
-    have reached their limit, until the host reads their tokens. The table has a column for them.
+    are 0. No row owns page 0: the rows that pad a graph's shape write there. Rows that have reached
+    their limit also write there until the host reads their tokens. For them, the table has one more
+    column, which is 0.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class PagedCache:
         heads = cfg.num_key_value_heads, PAGE, cfg.head_dim
         self.kv = torch.zeros(2, cfg.num_hidden_layers, pages, *heads, dtype=dtype, device=device)
         self.table = torch.zeros(B, pages_of(S) + 1, dtype=torch.int32, device=device)
-        # the next table; in NumPy, it takes less time to change a few numbers
+        # the next table, in NumPy, which changes a few numbers faster than torch
         self.on_host = torch.zeros_like(self.table, device="cpu").numpy()
         self.clear()
 
@@ -93,7 +94,7 @@ class PagedCache:
 
     def write(self, started: Iterable[tuple[int, int, Prefix]]) -> None:
         """Copy the table to the device, and then do the same as KVCache.write. The indices of pages
-        come from the table on the device, because the host would wait for a copy of its own.
+        come from the table on the device. If they came from the host's table, the host would wait.
         """
         self.table.copy_(moved(torch.from_numpy(self.on_host), self.table.device))
         for first, count, prefix in started:

@@ -65,7 +65,7 @@ class Runner:
             kept.append(torch.stack((k, v)))  # [2, T, K, E]
             return strip(layer, q, k, v, window)
 
-        self.model.model(ids, at, attend, *inputs)  # no head
+        self.model.model(ids, at, attend, *inputs)  # without the head
         split = torch.stack(kept, 1).transpose(2, 3).split(lengths, dim=3)  # [2, L, K, t, E] each
         return {id(prompt): Prefix(prompt, kv) for prompt, kv in zip(prompts, split)}
 

@@ -76,8 +76,8 @@ def use_exact_products(model: nn.Module, ours: Any) -> None:
 def swapped(
     device: torch.device, ours: SimpleNamespace, *more: tuple[ModuleType, str, Any]
 ) -> ExitStack:
-    """Use other functions than those of kernels/reference/ or kernels/triton/, until the result is
-    closed. `more` has further names in modules, and their values.
+    """Use `ours` instead of kernels/reference/ or kernels/triton/ until the result is closed.
+    `more` lists further replacements: a module, a name in it, and the value.
     """
     stack = ExitStack()
     where = (kernels, "triton") if dispatch.uses_triton(device) else (dispatch, "reference")

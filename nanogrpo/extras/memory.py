@@ -20,8 +20,8 @@ has W GPUs and micro-batches of T tokens, and computes in a dtype of b = 2 bytes
   consist of pictures only.
 * key rows, 2·b·K·E · (Tk - T): in each layer, the keys and values of shared prompts, gathered once
   per completion.
-* logits, b·C·V + 4·V·D: one chunk of C rows, and the head's float32 gradient. Float32 logits
-  (--head-dtype) and their 16-bit gradient take 6·C·V, of fewer rows.
+* logits, b·C·V + 4·V·D: one chunk of C rows, and the head's float32 gradient. With float32 logits
+  (--head-dtype), 6·C·V instead of b·C·V, for fewer rows C: the logits and their 16-bit gradient.
 * engine, b·n + KV cache: the engine's copy of the weights. With --load-in-4bit, the engine's copy
   has only the adapters and, if W > 1, the 4-bit weights. The cache takes 2·b·K·E per layer and
   token, and holds all positions of all slots, or --cache-tokens tokens.
@@ -31,7 +31,7 @@ has W GPUs and micro-batches of T tokens, and computes in a dtype of b = 2 bytes
   which becomes 2·n if the base is in bfloat16.
 * reference, 4·n/W: with beta > 0. This row also counts the reference's gathered root and, if the
   reference follows the policy, its copy in a checkpoint.
-* frozen models, 4·n/W + b·(n_r + 2·n_b) each: that of --ref-model, and the teachers of recipes.
+* frozen models, 4·n/W + b·(n_r + 2·n_b) each: the model of --ref-model, and teachers of recipes.
 * reward models, b·n each: on every rank.
 
 With adapters, only trained parameters count towards the optimizer, the gradients and the first term
@@ -152,7 +152,8 @@ def activation_bytes(
     Block.forward and includes the tensors that autograd keeps: 4·D (input and output of two norms),
     q and k before and after norm and rotation, v, attention's result and its copy for o_proj, gate,
     up, silu(gate), and silu(gate) · up. `fused` kernels keep neither the copy for o_proj nor
-    silu(gate). If q, k and v are `joint`, v is a slice of their product, so all of it is kept.
+    silu(gate). If q, k and v are `joint`, v is a slice of their product, so the whole product is
+    kept.
     """
     D, F = c.hidden_size, c.intermediate_size
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim

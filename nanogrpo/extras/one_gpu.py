@@ -5,8 +5,8 @@ In: a model with loaded float32 parameters. Out: the same model, which computes 
 no changes. Each module also has a 16-bit copy under the parameter's name, and Python finds this
 copy first: an instance's `__dict__` comes before `nn.Module.__getattr__`.
 
-The copies are refreshed before a forward pass if a master weight has changed: its version has, or
-an optimizer has made a step. A fused optimizer does not count up the versions.
+The copies are refreshed before a forward pass if the version of a master weight has changed, or if
+an optimizer has made a step, because a fused optimizer does not change the versions.
 
 The copies of q, k and v are slices of one matrix, and so are those of gate and up, so each input is
 multiplied once (`Products`). The gradients of such a matrix are accumulated in float32 by the
@@ -72,8 +72,9 @@ class Products(torch.autograd.Function):
 def adjoined(parts: Sequence[Tensor]) -> Tensor:
     """Return matrices [T, n] next to each other, [T, Σn].
 
-    Triton kernels write the gradients of q and k next to each other, with room for that of v, and
-    those of gate and up. Only a matrix in another place is copied.
+    Triton kernels write the gradients of gate and up next to each other. They also write the
+    gradients of q and k next to each other, with space for that of v. Only a matrix in another
+    place is copied.
     """
     (first, *others), sizes = parts, [part.shape[1] for part in parts]
     if not others:

@@ -294,7 +294,7 @@ class ReferenceOptions(Core):
             if self.ref_model_sync_steps and getattr(self, other, False):
                 yield (
                     f"--ref-model-sync-steps cannot be used with --{dashed(other)}, because the"
-                    " reference is then no copy of the policy: leave one of them out."
+                    " reference is then not a copy of the policy: leave one of them out."
                 )
 
 

@@ -1,9 +1,9 @@
 """Frozen models next to the policy: another reference (--ref-model), the teachers of recipes, and a
 reference that follows the policy (--ref-model-sync-steps, as in TRL).
 
-With --ref-model, the KL of --beta is that to another checkpoint. If this model is better than the
-policy, that is distillation: with --use-bias-correction-kl, the gradient of the KL is that of one
-advantage per token, β·(log π_ref - log π).
+With --ref-model, --beta weights the KL to the model of another checkpoint. If this model is better
+than the policy, the penalty distills it. With --use-bias-correction-kl, the penalty has the same
+gradient as one advantage per token, β·(log π_ref - log π).
 
 Every `ref_model_sync_steps` steps, reference ← α · policy + (1 - α) · reference, with α =
 `ref_model_mixup_alpha`. Policy and reference are sharded in the same way, so each rank mixes its
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 
 class FrozenModels(Feature):
-    """Load further models, which are not trained. The estimate of the memory counts them, and a
-    resumed run refuses other ones.
+    """Load further models, which are not trained. The memory estimate includes them. A resumed run
+    stops if their weights have changed.
     """
 
     def __init__(self, option: str, names: Sequence[str]):

@@ -25,7 +25,7 @@ from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm.server import ServerError
 
-ALL = 1 << 30  # a top_k that keeps every vocabulary
+ALL = 1 << 30  # a top_k that keeps all tokens of any vocabulary
 SENTINEL = -9999.0  # vLLM's HTTP layer writes this number for a log-prob that is NaN or -inf
 FLOAT32_LOGITS = ["--hf-overrides", '{"head_dtype": "float32"}']  # options of vLLM
 

@@ -98,7 +98,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_stride_has_three_transfers_and_only_the_last_one_blocks():
-    """A stride that prefills prompts has one more. Rows finish and start between strides."""
+    """Each prefill in a stride adds at most one. Rows finish and start between strides."""
     engine = LocalEngine(tiny_model().cfg, max_len=300, slots=7, device="meta", paged=True)
     engine.runner = Eager(engine.model, engine.cache, engine.scheduler.state)
     engine.model.model.angles(engine.scheduler.state[1])
@@ -125,7 +125,7 @@ def test_a_stride_has_three_transfers_and_only_the_last_one_blocks():
 
 
 def test_few_rows_of_a_graph_are_empty():
-    """At most a seventh above 64 rows, and at most a third above 16."""
+    """At most 15 rows in graphs for 17 to 64 rows, and at most 31 in larger graphs."""
     for rows in range(1, 513):
         assert rows <= rounded(rows) == rounded(rounded(rows)) <= 2 * rows
         assert rounded(rows) <= (rows + 15 if 16 < rows <= 64 else max(rows + 31, 16))

@@ -1,5 +1,5 @@
-"""Evaluations use the average of the weights, and nothing else changes. A row of
-tests/configurations.py shows that a run resumes, and that two ranks are one.
+"""Evaluations use the average of the weights, and nothing else changes. With a row of
+tests/configurations.py, a resumed run and a run on two ranks give the same result as one run.
 
 Read next: examples/recipes/ema.py.
 """

@@ -1,7 +1,7 @@
-"""A reference model that follows the policy: its closed form, and what a checkpoint has of it. A
+"""A reference model that follows the policy: its closed form, and its part of a checkpoint. A
 reference from another folder: it teaches the policy, and it must fit.
 
-That both survive a resume and several ranks are rows of tests/configurations.py. Read next:
+Rows of tests/configurations.py test both in a resumed run and on several ranks. Read next:
 tests/model/test_lora.py, where the reference is the model with its adapters off.
 """
 

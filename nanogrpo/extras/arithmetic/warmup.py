@@ -178,6 +178,6 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("folder", type=Path, help="where to write the checkpoint")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=600, help="fewer: a worse model (600)")
+    parser.add_argument("--steps", type=int, default=600, help="steps of training (600)")
     args = parser.parse_args(argv)
     make_base(args.folder, args.seed, args.steps)
