@@ -90,7 +90,10 @@ def ratios(bench: str, quantity: str, cases: Sequence[str], folder: Path) -> lis
 
 def summary(folder: Path = common.RESULTS) -> str:
     """Return the table of the most important ratios, which README.md shows, too."""
-    out = ["| ratio to `GRPOTrainer` | even lengths | uneven lengths | command |", "|---|---|---|---|"]
+    out = [
+        "| ratio to `GRPOTrainer` | even lengths | uneven lengths | command |",
+        "|---|---|---|---|",
+    ]
     for what, bench, quantity, *columns in RATIOS:
         digits, cells = 2 if quantity == MEMORY else 1, []
         for cases in columns:
