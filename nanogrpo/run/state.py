@@ -230,7 +230,7 @@ class Saver:
         with _reading(folder):
             for name in sorted(hashes)[world.rank :: world.size]:
                 # earlier versions stored the names of state/ without the folder
-                if [digest(path) for path in folder.rglob(name)] != [hashes[name]]:
+                if hashes[name] not in map(digest, folder.rglob(name)):
                     raise ValueError(f"{name} is missing, or does not have its hash in {STATE}")
             stored = reader.read_metadata().state_dict_metadata
             if any(name.startswith("master.") and name not in mine for name in stored):

@@ -311,6 +311,9 @@ def test_a_flipped_bit_in_any_file_is_found(tmp_path, tiny_base, two_saves):
         with pytest.raises(UserError, match=message):
             start(tmp_path, tiny_base, resume=True)
         path.write_bytes(data)
+    # a user may add files
+    (folder / "export").mkdir()
+    (folder / "export" / "config.json").write_text("{}")
     assert start(tmp_path, tiny_base, resume=True).step == 2
 
 
