@@ -23,6 +23,7 @@ from torch import Tensor
 
 from nanogrpo.engine.base import Engine, SamplingParams
 from nanogrpo.engine.local import LocalEngine
+from nanogrpo.errors import UserError
 from nanogrpo.extras.wrapper import Wrapper
 from nanogrpo.feature import Feature
 from nanogrpo.model import head
@@ -74,7 +75,13 @@ class Truncation(Feature):
     def batches(self, run: Run, batches: Any) -> None:
         for batch in batches:
             samples = [batches.samples[i] for i in batch.sample.unique_consecutive().tolist()]
-            batch.head = Head([s.logp[t].kept for s in samples for t in s.model_token_indices])
+            logp = [s.logp[t] for s in samples for t in s.model_token_indices]
+            if not all(isinstance(x, Logp) for x in logp):
+                raise UserError(
+                    "--top-k and --top-p need log-probs as turns.generate returns them: keep these "
+                    "objects in the --rollout function, or leave the two options out."
+                )
+            batch.head = Head([x.kept for x in logp])
 
 
 class KeepingEngine(Wrapper):

@@ -19,7 +19,7 @@ from nanogrpo.extras.truncation import KeepingEngine, Truncation, packed, unpack
 from nanogrpo.grpo import loss, packing
 from nanogrpo.grpo.schedule import plan
 from nanogrpo.model.decoder import logits
-from tests.conftest import positions_of, tiny_model
+from tests.conftest import one_sentence, positions_of, tiny_model
 from tests.engine.test_local import make_prompts
 
 T = 0.8
@@ -119,3 +119,16 @@ def test_a_set_is_never_larger_than_a_bit_for_each_token_of_the_vocabulary():
         kept = packed(ids)
         assert unpacked(kept).tolist() == ids.tolist()
         assert kept.nbytes <= min(4 * len(ids), 1250)
+
+
+def test_log_probs_that_a_rollout_function_has_computed_are_refused(tmp_path, rows_of, capsys):
+    (tmp_path / "r.py").write_text(
+        """def own(samples, turns):
+    turns.generate(samples)
+    for s in samples:
+        s.logp = [x / 2 for x in s.logp]
+"""
+    )
+    with pytest.raises(AssertionError):
+        rows_of(f"--top-k 9 --rollout {tmp_path / 'r.py'}:own")
+    assert "as turns.generate returns them" in one_sentence(capsys)
