@@ -104,7 +104,7 @@ ONLY_IN = {
     "peft": "tests/",
     "trl": "bench/ tests/",
     "triton": "kernels/ nanogrpo/extras/lora/nf4_kernels.py bench/ tests/ examples/ exercises/",
-    "flash_attn": "nanogrpo/model/gpu_attention.py bench/ tests/",
+    "flash_attn": "nanogrpo/extras/flash4.py bench/ tests/",
     "math_verify": "nanogrpo/rewards/symbolic.py",
     "pyarrow": "nanogrpo/data/sources.py tests/",
     "PIL": "nanogrpo/extras/vision/ tests/ examples/ bench/ docs/img/view.py",

@@ -8,8 +8,7 @@ on a GPU, every run loads memory.py and sharding.py. To add an extra, write a Fe
 `wanted` (both below), and the options to options.py. Read before: feature.py.
 """
 
-from __future__ import annotations
-
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -137,7 +136,9 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
     if "default" not in str(model.get("rope_scaling") or model.get("rope_parameters") or "default"):
         import nanogrpo.extras.rope_scaling  # adds kinds of RoPE scaling
     if model.get("use_sliding_window") or model.get("model_type") in ("mistral", "ministral"):
-        import nanogrpo.extras.window  # noqa: F401 (adds layers with a sliding window)
+        import nanogrpo.extras.window  # adds layers with a sliding window
+    if os.environ.get("NANOGRPO_ATTENTION") == "flash4":
+        import nanogrpo.extras.flash4  # noqa: F401 (adds an implementation of attention)
     if "vision_config" in model or frozen:
         from nanogrpo.extras.vision.feature import Vision
 

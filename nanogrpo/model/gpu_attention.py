@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from nanogrpo.errors import UserError
-from nanogrpo.kernels.reference.attention import Bounds, Strip, attention
-from nanogrpo.kernels.two_calls import calls_of, merged
+from nanogrpo.kernels.reference.attention import Strip, attention
 
 Backend = Callable[[Tensor, Tensor, Tensor, Strip], Tensor]
 
@@ -47,38 +46,6 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, strip: Strip, window: int = 0) -> Te
     return varlen_function()(q, k, v, at.cu_q, at.cu_k, at.max_q, at.max_k, window_size=sides)
 
 
-def deterministic() -> bool:
-    """Return whether backward passes must be deterministic. As in torch's own attention, the passes
-    need not be deterministic if torch is set to warn only.
-    """
-    return torch.get_deterministic_debug_mode() == 2  # 1: warn only
-
-
-def flash4(q: Tensor, k: Tensor, v: Tensor, strip: Strip) -> Tensor:
-    """Call flash-attn 4 (CUDA, half precision, Hopper and Blackwell), in two calls (two_calls.py).
-
-    This has not run on a GPU yet.
-    """
-    from flash_attn.cute import flash_attn_varlen_func
-
-    def call(at: Bounds) -> tuple[Tensor, Tensor]:
-        return flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            cu_seqlens_q=at.cu_q,
-            cu_seqlens_k=at.cu_k,
-            max_seqlen_q=at.max_q,
-            max_seqlen_k=at.max_k,
-            causal=at.causal,
-            deterministic=deterministic(),
-            return_lse=True,
-        )
-
-    parts = [call(at) for at in calls_of(strip)]
-    return merged(parts)[0] if len(parts) > 1 else parts[0][0]
-
-
 def triton(q: Tensor, k: Tensor, v: Tensor, strip: Strip) -> Tensor:
     """Call our own kernels, which attend to shared prompts in place. They are for causal attention,
     and have not run on a GPU yet.
@@ -90,11 +57,8 @@ def triton(q: Tensor, k: Tensor, v: Tensor, strip: Strip) -> Tensor:
     return attention(q, k, v, strip)
 
 
-BACKENDS: dict[str, Any] = {
-    "torch": varlen,
-    "flash4": flash4,
-    "triton": triton,
-}
+# An extra may add a backend.
+BACKENDS: dict[str, Any] = {"torch": varlen, "triton": triton}
 
 
 @functools.cache

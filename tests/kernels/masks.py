@@ -56,14 +56,14 @@ def products(q: Tensor, k: Tensor) -> Tensor:
 
 
 def part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return outputs [Tq, H, E] and log-sum-exps [H, Tq]. A query without keys gets 0 and inf, as
-    in FlashAttention 2.
+    """Return outputs [Tq, H, E] and log-sum-exps [H, Tq]. A query without keys gets 0 and -inf,
+    as in flash-attn 4.
     """
     x = products(q, k) / q.shape[2] ** 0.5
     lse = x.masked_fill(~mask, -1e30).logsumexp(2)
     weights = (x - lse[..., None]).masked_fill(~mask, -torch.inf).exp()
     v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-    return torch.einsum("hqk,khe->qhe", weights, v), lse.where(mask.any(1), torch.inf)
+    return torch.einsum("hqk,khe->qhe", weights, v), lse.where(mask.any(1), -torch.inf)
 
 
 def exact(

@@ -11,12 +11,12 @@ import types
 import pytest
 import torch
 from nanogrpo.kernels.reference.attention import Bounds
-from nanogrpo.kernels.two_calls import calls_of
 
 from nanogrpo.errors import UserError
+from nanogrpo.extras.flash4 import calls_of, flash4
 from nanogrpo.extras.window import FULL, SLIDING, Windows
 from nanogrpo.model import gpu_attention
-from nanogrpo.model.gpu_attention import flash4, sdpa, triton, varlen
+from nanogrpo.model.gpu_attention import sdpa, triton, varlen
 from tests.conftest import (
     COMPLETIONS,
     PROMPT,
