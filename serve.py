@@ -12,8 +12,6 @@ vLLM. This script runs in the interpreter that has vLLM. This interpreter may la
 packages, so the script imports very little of this project. Read next: nanogrpo/vllm/client.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import os

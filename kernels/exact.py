@@ -24,8 +24,6 @@ Cost.       On one core, a product with tiles of 64 rows takes 1.4 times as long
 Read next: triton/exact.py (the same on a GPU), nanogrpo/extras/bitwise.py.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

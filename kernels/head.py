@@ -35,8 +35,6 @@ The host does not wait for the device in `HeadPolicyLoss`. The backward of `Head
 with `nonzero`. To learn the number of rows, the host waits for all kernels that it has launched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -19,8 +19,6 @@ Elsewhere.  GPUs, other dtypes, autocast and small products use F.linear. The se
 Read next: head.py (the products of the output head), nanogrpo/model/decoder.py (the layers).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

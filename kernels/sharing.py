@@ -13,7 +13,7 @@ each sequence. In this example, the prompt pqr has the completions a and de, and
     reach         6         4         6           8
 
 So e, the query in row 5, attends to the keys in the rows 0 … 2 and 4 … 5. And r, the key in row 2,
-is visible to the queries in the rows 2 … 5. Read next: two_calls.py, triton/attention.py.
+is visible to the queries in the rows 2 … 5. Read next: triton/attention.py.
 """
 
 import functools

@@ -11,8 +11,6 @@ tokens in the strip that are trained on · D hidden · H query heads · K key/va
 · F MLP width · V vocabulary · G group size · P prompts per step.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -93,7 +91,7 @@ class Sample:
         return [i for i, from_model in enumerate(self.is_model_token) if from_model]
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> "Facts":
         written = self.model_token_indices
         lengths = len(self.prompt.token_ids), len(written), written[-1] + 1 if written else 0
         return Facts(
@@ -178,7 +176,7 @@ class PackedBatch:
     # (first row, `Prompt.inputs`) of each prompt that has such inputs
     inputs: list[tuple[int, Any]] = field(default_factory=list)
 
-    def to(self, device: torch.device | str) -> PackedBatch:
+    def to(self, device: torch.device | str) -> "PackedBatch":
         """Return a copy of the batch on a device. The host does not wait for the copy to a GPU."""
         found: dict[str, Any] = {
             name: moved(x, device) for name, x in vars(self).items() if isinstance(x, Tensor)

@@ -9,8 +9,6 @@ Choose options with which something happens in each step, and which take a secon
 tests/test_mistakes.py (the table of the third such law).
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import importlib

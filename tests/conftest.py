@@ -13,8 +13,6 @@ network. Read next: model/test_decoder.py.
 
 # ruff: noqa: E402 (imports after the environment is set)
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -12,8 +12,6 @@ Three kinds of blocks are checked:
 In: a page. Out: its blocks, or the page with the current output. Read next: test_docs.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

@@ -10,8 +10,6 @@ must not import transformers, which takes seconds. As under torchrun, the ranks 
 through environment variables, and a store outside of them. Read next: distributed/test_fsdp.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing

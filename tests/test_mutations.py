@@ -6,8 +6,6 @@ in JSON, values also get another type. The damage depends on a seed only. Read n
 nanogrpo/errors.py (`reading`), tests/run/test_resume.py (damage that must be found).
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -2,8 +2,6 @@
 it shares with all features: a resumed run, and two ranks, replace the same ones.
 """
 
-from __future__ import annotations
-
 import pytest
 
 # Only the completions of some prompts differ in reward; the others earn the same whatever they say.

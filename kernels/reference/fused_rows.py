@@ -5,8 +5,6 @@ gradient in place of the logits. Read next: kernels/head.py, which calls `policy
 of logits.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

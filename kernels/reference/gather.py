@@ -3,8 +3,6 @@
 In: x [T, …], index [n] int64. Out: x[index]. Read next: kernels/head.py.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable

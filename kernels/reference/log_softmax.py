@@ -5,8 +5,6 @@ In: logits [N, V] of any float type, targets [N], temperature. Out: vectors [N] 
 if the logits are float64, as in tests with finite differences). Read next: fused_rows.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

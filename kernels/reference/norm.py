@@ -4,8 +4,6 @@ In: x [T, D], optionally a residual [T, D], weight [D]. Out: [T, D], in the dtyp
 rope.py.
 """
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor
 

@@ -5,8 +5,6 @@ cache with its table of pages. Out: the attention output [b, H, E]. For inferenc
 sample.py.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -16,8 +16,6 @@ derivatives with autograd and finite differences (tests/model/test_head.py). Rea
 log_softmax.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -50,11 +48,11 @@ class LossInputs(NamedTuple):
     importance: Tensor | None = None  # factor of the clipped term, but not of the KL
     entropy_weight: Tensor | None = None  # None: no entropy bonus
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> LossInputs:
+    def map(self, function: Callable[[Tensor], Tensor]) -> "LossInputs":
         """Apply a function to every vector that is not None."""
         return LossInputs._make(None if v is None else function(v) for v in self)
 
-    def at(self, part: slice | Tensor) -> LossInputs:
+    def at(self, part: slice | Tensor) -> "LossInputs":
         """Return the vectors of some of the tokens."""
         return self.map(lambda v: v[part])
 

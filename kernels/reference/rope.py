@@ -4,8 +4,6 @@ In: q [T, H, E], k [T, K, E], the weights [E] of the two norms or None, cos and 
 q and k, in their dtype. Read next: swiglu.py.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

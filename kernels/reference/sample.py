@@ -4,8 +4,6 @@ In: logits [b, V], and each row's random key and counter [b] int64. Out: tokens 
 log-probs [b] float32.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The elementwise part of SwiGLU. In: gate and up [T, F]. Out: [T, F]. Read next: gather.py."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor
 

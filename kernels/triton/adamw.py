@@ -20,8 +20,6 @@ Launches.   One per weight. Torch's kernels process many weights at once. But wi
 Reference.  torch.nn.utils.clip_grad_norm_ and torch.optim.AdamW.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

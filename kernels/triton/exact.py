@@ -15,8 +15,6 @@ Bytes.      The product reads each tile of b for every 64 rows of a: with more t
             from L2. Attention reads each key once per 16 queries.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -25,8 +25,6 @@ Skipped.    If the gradient of a row is 0 (its advantage is 0, or its ratio is c
 Reference.  `policy_rows_` in reference/fused_rows.py.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -13,8 +13,6 @@ Exactness.  The sum is rounded once, for any number of gradients.
 Reference.  `gather_rows` in reference/gather.py.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

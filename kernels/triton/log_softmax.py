@@ -36,8 +36,6 @@ FLOP.       The forward needs about 5 FLOP per element, and the backward 6. At 4
 Reference.  `log_softmax_forward`, `log_softmax_backward_` in reference/log_softmax.py.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

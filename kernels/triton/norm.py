@@ -21,8 +21,6 @@ Bytes.      In bfloat16 with the residual, the forward reads 4·T·D bytes and w
 Reference.  `rms_norm` and `add_rms_norm` in reference/norm.py.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable

@@ -24,8 +24,6 @@ Bytes.      The kernel reads 4·K·E bytes per cached token in bfloat16. A layer
 Reference.  `paged_attention` in reference/paged.py.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -19,8 +19,6 @@ NaN.        If a log-prob is NaN, loss and gradient are NaN, as in the reference
 Reference.  `policy_terms` in reference/policy.py.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

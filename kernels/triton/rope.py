@@ -23,8 +23,6 @@ Bytes.      With N = T·(H + K)·E numbers in q and k, the forward moves 4·N by
 Reference.  `norm_rope` in reference/rope.py also rounds between the norm and the rotation.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable

@@ -16,8 +16,6 @@ Bytes.      The kernels read each logit twice, 4·b·V bytes in bfloat16. The se
 Reference.  `sample_tokens` in reference/sample.py.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

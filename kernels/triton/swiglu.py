@@ -14,8 +14,6 @@ Bytes.      In bfloat16, the forward moves 6·T·F bytes, and the backward 10·T
 Reference.  `swiglu` in reference/swiglu.py.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable

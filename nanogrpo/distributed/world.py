@@ -6,8 +6,6 @@ process. The training loop is the same for any number of processes. Read next: f
 ranks end together), fsdp.py (the sharded model), train.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import datetime
@@ -58,7 +56,7 @@ class World:
         """Whether this is the rank that writes the log and other files of the whole run."""
         return self.rank == 0
 
-    def patient(self) -> World:
+    def patient(self) -> "World":
         """Return the same world with a new process group, in which exchanges time out after a week.
         Use this world where a rank may work for longer than --ddp-timeout while the other ranks
         wait.

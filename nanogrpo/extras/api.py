@@ -20,8 +20,6 @@ that replace names in them. Out: a `Result`; the run also writes its usual files
 train.py (the loop), results.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -9,8 +9,6 @@ TAKEN have the run's values unless they are given. Read next: engine/local.py (w
 model/tokenizer.py (the chat template).
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import sys

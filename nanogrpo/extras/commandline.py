@@ -5,8 +5,6 @@ core alone does not accept. Read before: cli.py. Read next: trl_names.py (what T
 become).
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -7,8 +7,6 @@ In: argv. Out: the exit status of the program. In a checkout, train.py and serve
 package; a wheel has them in nanogrpo/scripts/ (setup.py copies them). Read next: train.py.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import runpy

@@ -7,8 +7,6 @@ required package. If a package is missing or has a version that is not supported
 the command that installs it.
 """
 
-from __future__ import annotations
-
 import platform
 import re
 from importlib import metadata

@@ -5,8 +5,6 @@ advantages [P, G]. All functions are pure. The formulas are those of TRL 1.16.0,
 them with TRL's code. Read before: grpo/advantages.py.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

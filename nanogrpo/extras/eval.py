@@ -11,8 +11,6 @@ The file output_dir/eval.jsonl has every completion with its rewards. Read next:
 (`of_evaluation`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -10,8 +10,6 @@ options.py (docs/fork.md). Names and formulas are those of TRL 1.16.0 where TRL 
 before: grpo/loss.py. Read next: docs/equations.md.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable

@@ -16,8 +16,6 @@ GPU computes the same, but its hooks take as much host time as the forward pass,
 gradient several times. Read before: distributed/fsdp.py.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Sequence

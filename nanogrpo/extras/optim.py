@@ -5,8 +5,6 @@ In: parameter groups, or the number of an optimizer step. Out: an optimizer, or 
 Read before: run/optim.py (the default optimizer and the other schedules).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -5,8 +5,6 @@ In: the metrics.jsonl of each run. Out: one picture, with a panel for each metri
 matplotlib: `pip install 'nanogrpo[plot]'`.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import io

@@ -4,8 +4,6 @@ In: nothing. Out: options by name. The command line and the file of --config ove
 Read before: cli.py.
 """
 
-from __future__ import annotations
-
 from nanogrpo.cli import DEBUG
 
 PROFILES: dict[str, dict] = {

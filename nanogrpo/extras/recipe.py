@@ -17,8 +17,6 @@ The options need `from __future__ import annotations`, as in every recipe of exa
 next: attach.py, docs/recipes.md.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import sys

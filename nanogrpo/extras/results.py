@@ -9,8 +9,6 @@ In: an output folder. Out: a list of dicts, as in metrics.jsonl. `OnStep` calls 
 record while the run trains. Read next: summary.py (first, last and best value), plot.py.
 """
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Callable
 from os.path import relpath

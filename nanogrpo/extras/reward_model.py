@@ -7,8 +7,6 @@ own samples. Read next: model/decoder.py, rewards/scorer.py (which calls
 this model like any other function).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
@@ -29,7 +27,7 @@ TOKEN_BUDGET = 16384  # tokens per forward pass: as many texts as fit, but at le
 
 
 class RewardModels(Feature):
-    def reward(self, name: str, device: torch.device) -> RewardModel | None:
+    def reward(self, name: str, device: torch.device) -> "RewardModel | None":
         kind, _, folder = name.partition(":")
         return RewardModel.load(folder, device) if kind == "model" else None
 
@@ -52,7 +50,7 @@ class RewardModel(nn.Module):
         self.score = nn.Linear(cfg.hidden_size, 1, bias=False)
 
     @classmethod
-    def load(cls, name: str, device: torch.device | str = "cpu") -> RewardModel:
+    def load(cls, name: str, device: torch.device | str = "cpu") -> "RewardModel":
         """Load a folder or hub id, in bfloat16 on a GPU and in float32 on a CPU.
 
         Raises UserError if the model is not a reward model, or if this class cannot load it.

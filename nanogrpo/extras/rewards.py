@@ -4,8 +4,6 @@ In: a name in --reward-funcs, with or without arguments. Out: the function, with
 values. Read next: rewards/builtin.py (the common ones).
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import math

@@ -17,8 +17,6 @@ The operations are done in the same order as in transformers, because at positio
 last bit of f_i changes the angle. Read before: model/rope.py.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

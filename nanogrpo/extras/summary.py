@@ -9,8 +9,6 @@ the steps, time and tokens of the run. The values come from the evaluations or, 
 from the training steps. A run also prints its summary at its end. Read next: best.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

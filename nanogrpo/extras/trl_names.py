@@ -13,8 +13,6 @@ script arguments and of transformers' TrainingArguments. `python docs/trl_tables
 the tables for docs/trl.md. Read next: commandline.py and trl_objects.py, which use it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import logging

@@ -14,8 +14,6 @@ is not clear raises a UserError that says what to give instead. Read next: optio
 (`Config.from_trl`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

@@ -14,8 +14,6 @@ The window is a mask. The caches keep all tokens, but on a GPU, a decode step re
 in the window. Read before: model/attention.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from nanogrpo.errors import check

@@ -8,8 +8,6 @@ In: an engine (engine/base.py). Out: an engine that the training loop uses in th
 next: ahead.py.
 """
 
-from __future__ import annotations
-
 from torch import nn
 
 from nanogrpo.engine.base import Engine

@@ -15,8 +15,6 @@ and SwiGLU are functions from kernels/reference/ on a CPU, and Triton kernels wi
 a GPU (dispatch.py). Read next: attention.py, then head.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -207,7 +205,7 @@ class Decoder(nn.Module):
         self.reset_parameters()
 
     @classmethod
-    def from_config(cls, raw: dict, where: str) -> Decoder:
+    def from_config(cls, raw: dict, where: str) -> "Decoder":
         """Return a new model for the fields of a config.json; `where` names the file in errors."""
         return cls(ModelConfig.from_dict(raw, where))
 

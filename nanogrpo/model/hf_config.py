@@ -4,8 +4,6 @@ In: the dict of a config.json. Out: a `ModelConfig`, which has all fields that a
 or a UserError that names a field. Read next: decoder.py, which uses the configuration.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -78,7 +76,7 @@ class ModelConfig:
         return 2 * self.num_attention_heads * self.head_dim / self.block_weights
 
     @classmethod
-    def from_dict(cls, raw: dict, where: str = "config.json") -> ModelConfig:
+    def from_dict(cls, raw: dict, where: str = "config.json") -> "ModelConfig":
         """Read the dict of a config.json. A missing optional field gets the same default as in
         transformers.
 

@@ -9,8 +9,6 @@ vLLM's own `--api-key` leaves the weight routes open, and some of its developmen
 class to vLLM. Read next: client.py.
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 import os

@@ -12,8 +12,6 @@ Nothing is pickled. vLLM's workers import this file too, so it imports neither v
 Read next: sync.py (the trainer's end), then worker.py (the server's end).
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import os

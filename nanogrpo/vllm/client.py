@@ -17,8 +17,6 @@ With several ranks, rank 0 sends all requests, and shares the results and errors
 next: sync.py, sleeping.py, extras/ahead.py.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import threading

@@ -9,8 +9,6 @@ process per GPU. Once a server runs, it reports its GPUs itself (`protocol.trans
 feature.py (`own_server`).
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

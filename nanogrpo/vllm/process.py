@@ -4,8 +4,6 @@ In: a process id. Out: nothing. This file is used by serve.py, server.py and wor
 needs only the standard library, because vLLM's interpreter imports it, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

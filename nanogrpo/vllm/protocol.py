@@ -6,8 +6,6 @@ and returns token ids. No text is tokenized again, so the tokens cannot change o
 Read before: engine/base.py. Read next: client.py, which sends the requests.
 """
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import hashlib

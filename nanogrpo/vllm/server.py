@@ -7,8 +7,6 @@ HTTP uses the standard library. Each request uses a new connection, so a retry n
 one. Read before: engine/base.py. Read next: sync.py, client.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json
@@ -72,7 +70,7 @@ class Server:
         url: str,
         secret: str = "",
         timeout: float = 60.0,
-        sidecar: Sidecar | None = None,
+        sidecar: "Sidecar | None" = None,
     ):
         parts = re.fullmatch(r"(https?://)?([\w.-]+|\[[\w:.%]+\]):(\d{1,5})/?", url)
         if parts is None:

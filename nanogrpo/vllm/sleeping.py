@@ -10,8 +10,6 @@ awake for one call of `sample`, including any calls of tools. Read before: clien
 sync.py (the order of the requests), extras/memory.py (the memory of each turn).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from nanogrpo.engine.base import Engine, SamplingParams

@@ -18,8 +18,6 @@ timeout, too. Read before: buckets.py.
 Read next: worker.py (the other end), client.py (the caller).
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import secrets

@@ -15,8 +15,6 @@ imports this file. vLLM calls these methods for the routes of the same names:
 Read before: buckets.py, sync.py. Read next: serve.py.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any

@@ -3,8 +3,6 @@
 Read next: bench/cost.py, bench/predict.py.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -3,8 +3,6 @@
 Read next: tests/test_bad_input.py (mistakes in one process).
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -4,8 +4,6 @@ The processes are real (tests/ranks.py), the models tiny. Read next: test_same_r
 tests/run/test_state.py (saving and resuming), test_failure.py (ending).
 """
 
-from __future__ import annotations
-
 import functools
 import signal
 from collections.abc import Callable

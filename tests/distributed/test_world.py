@@ -3,8 +3,6 @@
 Read next: test_fsdp.py (what ranks compute together), test_failure.py (how they end).
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

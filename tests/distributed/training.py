@@ -4,8 +4,6 @@ gradient, weights = train_steps(base, {"token_budget": 60}, world)
 assert differ(expected, gradient) < LIMIT
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import types

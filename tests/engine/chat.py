@@ -2,8 +2,6 @@
 test has written down.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence

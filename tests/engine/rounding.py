@@ -8,8 +8,6 @@ in any float32 program that computes the same function, whatever its order of su
 the figures.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 

@@ -2,8 +2,6 @@
 Against the fake server.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from types import SimpleNamespace

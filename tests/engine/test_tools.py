@@ -4,8 +4,6 @@ is compared with TRL in test_trl_tools.py.
 Read next: nanogrpo/extras/tools/calls.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

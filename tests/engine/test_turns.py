@@ -4,8 +4,6 @@ turn equals the engine without turns.
 Read next: nanogrpo/extras/tools/turns.py, tests/grpo/test_packing.py.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

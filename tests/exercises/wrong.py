@@ -4,8 +4,6 @@ In: nothing. Out: WRONG, a list of (number of the exercise, [(text, replacement)
 hint). Each replacement is made in the solution. Read next: test_exercises.py.
 """
 
-from __future__ import annotations
-
 from exercises import check
 
 ONE = [  # (number, text, replacement, part of the hint)

@@ -1,7 +1,5 @@
 """Compare a training step with that of another trainer. Read next: test_trl_parity.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

@@ -4,8 +4,6 @@ against TRL's formula.
 Read next: docs/metrics.md.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -9,8 +9,6 @@ interprets, so contracts run in a process of their own: `TRITON_INTERPRET=0 pyth
 tests/kernels/aot.py` prints one JSON line per kernel. Read next: test_contracts.py.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -5,8 +5,6 @@ Triton's kernels run in its interpreter where there is no GPU. Read next:
 tests/engine/test_bitwise.py.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

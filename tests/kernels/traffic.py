@@ -11,8 +11,6 @@ as one kernel, as on a GPU, where it is one.
 Read next: test_traffic.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator

@@ -7,8 +7,6 @@
 Debian's packages are chromium and chromium-driver. Read next: test_view_page.py.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

@@ -3,8 +3,6 @@
 Read next: test_lora.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

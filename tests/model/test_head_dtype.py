@@ -4,8 +4,6 @@ trainer.
 tests/configurations.py has the row for resuming. Read next: tests/vllm/test_client.py (servers).
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from unittest import mock
 

@@ -3,8 +3,6 @@
 Read next: test_peft.py (files), test_lora_runs.py (ranks and full runs).
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -3,8 +3,6 @@
 Resuming and ranks are rows of tests/configurations.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import peft

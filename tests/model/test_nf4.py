@@ -5,8 +5,6 @@ bitsandbytes itself quantizes and dequantizes the expected values. Read next: te
 (ranks and full runs), test_nf4_kernels.py (the kernels), test_trl_nf4.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -4,8 +4,6 @@ kinds of adapters are rejected.
 Read next: test_lora_runs.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of the recipes in examples/recipes/."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 

@@ -4,8 +4,6 @@ The GPUs are pretended: models are on the meta device, and nothing is allocated.
 test_memory.py. Read next: test_out_of_memory.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

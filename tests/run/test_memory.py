@@ -4,8 +4,6 @@ holds all logits.
 Read next: tests/distributed/test_fsdp.py (the shards).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import types

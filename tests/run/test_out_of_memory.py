@@ -3,8 +3,6 @@
 The errors are raised at random operations of a run on the CPU. Read next: test_resume.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import re

@@ -3,8 +3,6 @@
 Read before: test_resume.py (what is in the folder).
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

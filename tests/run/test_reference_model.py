@@ -5,8 +5,6 @@ Rows of tests/configurations.py test both in a resumed run and on several ranks.
 tests/model/test_lora.py, where the reference is the model with its adapters off.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

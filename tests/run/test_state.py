@@ -5,8 +5,6 @@ These are runs of train.py in real processes, which send themselves SIGKILL at a
 Damaged folders are in test_resume.py. Read next: tests/distributed/test_signals.py.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -6,8 +6,6 @@
 A picture has a token per square of 16 × 16 pixels. Read next: test_data.py.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

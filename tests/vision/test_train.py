@@ -2,8 +2,6 @@
 run. tests/configurations.py has the rows for resuming and for two ranks. Read next: test_engine.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random

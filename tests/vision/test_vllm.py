@@ -4,8 +4,6 @@ The first half uses a fake server. The second half, marked `vllm`, uses a real o
 are the trainer's, before and after every sync. Read next: tests/vllm/test_real.py.
 """
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import functools

@@ -3,8 +3,6 @@
 Ranks import it, so it must not import transformers. Read next: test_model.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import io
 from typing import Any

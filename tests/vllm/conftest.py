@@ -3,8 +3,6 @@
 Starting a real vLLM takes half a minute, so only tests that kill a server get their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -12,8 +12,6 @@ In sleep mode, it answers 500 to requests that would use memory that is not ther
 lists them; a real server would crash.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -6,8 +6,6 @@ front of an app that answers everything.
             assert door.status(data) >= 400, label
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import os
@@ -119,7 +117,7 @@ class Door:
         self.reached.append((scope["method"], scope["path"]))
         await JSONResponse({})(scope, receive, send)
 
-    def __enter__(self) -> Door:
+    def __enter__(self) -> "Door":
         self.patch = mock.patch.object(auth, "describe", return_value={"config": {}})
         self.patch.start()
         self.thread.start()

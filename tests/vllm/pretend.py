@@ -8,8 +8,6 @@ process if an operation takes longer than the timeout of the group, and its `wai
 a timeout.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
@@ -29,7 +27,7 @@ WORLD = World(0, 1, torch.device("cuda", 0))
 
 
 class Work:
-    def __init__(self, group: PretendedNCCL, work: dist.Work):
+    def __init__(self, group: "PretendedNCCL", work: dist.Work):
         self.group, self.work, self.begin = group, work, time.monotonic()
         self.watchdog = threading.Timer(group.timeout.total_seconds(), self._watch)
         self.watchdog.daemon = True

@@ -4,8 +4,6 @@ vLLM pins other versions of transformers than the tests, so it has its own envir
 explains how to make it): .venv-vllm next to .venv, or the one that NANOGRPO_VLLM_PYTHON names.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -5,8 +5,6 @@ The app behind it is a stub that answers everything; test_real.py repeats the ma
 vLLM. Read next: forge.py, test_serve.py.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -4,8 +4,6 @@ that it refuses or loses.
 Read next: test_server.py, test_real.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ server gets, and which combinations are refused.
 The machine is pretended (pretend.py), and the server is the fake one. Read next: test_sleeping.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from pathlib import Path

@@ -4,8 +4,6 @@ succeeds.
 A pretended NCCL takes the place of the real one (pretend.py). Read next: test_gpus.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

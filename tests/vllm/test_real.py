@@ -4,8 +4,6 @@ requests change no weight.
 Marked `vllm`: needs the environment of docs/vllm.md. Each start of a server takes half a minute.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

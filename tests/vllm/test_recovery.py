@@ -5,8 +5,6 @@ twice), and that the recovered server has the trainer's weights. Marked `vllm`: 
 vLLM, which takes about half a minute.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

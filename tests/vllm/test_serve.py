@@ -3,8 +3,6 @@
 Needs no vLLM. Read next: test_access.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -4,8 +4,6 @@ Against the fake server, or a process that only answers /health. Read before: te
 a real vLLM: test_recovery.py.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -4,8 +4,6 @@ take turns, and a server that sleeps can be lost and recovered.
 With a real vLLM: test_real.py. Read next: test_gpus.py.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

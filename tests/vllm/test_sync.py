@@ -4,8 +4,6 @@ transports between processes.
 With vLLM: test_real.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

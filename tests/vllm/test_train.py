@@ -4,8 +4,6 @@ The weights really arrive (`fake.weights`), but the log-probs do not fit them. S
 nothing, but every option shows in the log. Read next: test_train_real.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ failures of either side.
 One session-wide server serves all runs but one, which starts its own. Marked `vllm`: see real.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -8,8 +8,6 @@ view`. A second demo in the same folder replaces the run, but keeps the base mod
 train.py.
 """
 
-from __future__ import annotations
-
 from nanogrpo.extras import api, commandline
 from nanogrpo.extras.arithmetic import warmup
 from nanogrpo.extras.view import server

@@ -3,8 +3,6 @@
 Read next: task.py, and warmup.py (a base model that can still improve on the task).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from nanogrpo.extras.arithmetic import task

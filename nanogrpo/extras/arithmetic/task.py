@@ -9,8 +9,6 @@ text decides its split, so no held-out problem occurs in a training prompt or a 
 next: warmup.py (a base model that can still improve on this task), rewards/builtin.py.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re

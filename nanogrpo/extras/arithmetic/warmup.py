@@ -11,8 +11,6 @@ mostly right. The warm-up favours neither of the two habits. GRPO then finds tha
 get more reward. In: a seed. Out: a checkpoint folder in Hugging Face's layout. Read next: train.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -5,8 +5,6 @@ In: the name of a source, or a dict of splits. Out: the records of a split. CSV 
 package; all others need `pip install 'nanogrpo[data]'`. Read next: nanogrpo/data/sources.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import importlib

@@ -13,8 +13,6 @@ listed in EVALUATE, and are refused. For the data sets in ARITHMETIC, reward.py 
 the verifier only if it is plain arithmetic.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

@@ -5,8 +5,6 @@ each completion. The function runs in the same process as the user's reward func
 extras/gym/data.py (the verifiers that evaluate the answer as code), rewards/builtin.py.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -10,8 +10,6 @@ prefix and a suffix. PEFT features that we do not support are rejected with a me
 them. Read before: lora.py. Read next: run/state.py (when adapters are saved).
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -6,8 +6,6 @@ adapters into the weights. If the trainer's weights are sharded, the shards are 
 four bits. Read before: engine/local.py.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

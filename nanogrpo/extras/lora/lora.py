@@ -17,8 +17,6 @@ matrices of the blocks are stored in four bits (nf4.py).
 Read next: adapters.py (PEFT's files), feature.py (how a run uses this).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

@@ -18,8 +18,6 @@ same, so no more than one full matrix exists at a time. Read next: nf4_kernels.p
 the equations), lora.py (the adapters).
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -85,7 +83,7 @@ class Linear4bit(nn.Module):
         self.bias = base.bias
 
     @property
-    def stored(self) -> Matrix:
+    def stored(self) -> "Matrix":
         return Matrix(self)
 
     # LoRALinear takes over the parts of this layer, and calls the next two methods as its own.

@@ -21,8 +21,6 @@ Bytes.      A weight takes 1/2 + 1/64 + 4/2¹⁴ = 0.516 bytes. Dequantizing to 
 Reference.  `nf4_dequantize` and `nf4_matmul` in nf4_reference.py.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

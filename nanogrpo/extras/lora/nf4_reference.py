@@ -6,8 +6,6 @@ computed from it, or the product of x [rows, in] and the weight. Read next: nf4_
 equations).
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

@@ -16,8 +16,6 @@ the error becomes the tool's answer. The model reads this answer, and can learn 
 before: turns.py. Read next: environments.py, feature.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib

@@ -9,8 +9,6 @@ In: the class. Out: objects of the class, which are made once and reset for each
 calls.py (which calls the methods), feature.py.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 In: a function and a number of seconds. Out: its result, or TimeoutError. Read before: calls.py.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from types import FrameType

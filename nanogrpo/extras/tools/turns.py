@@ -18,8 +18,6 @@ before: ../wrapper.py. Read next: grpo/packing.py (how a completion that contain
 trained on).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter

@@ -5,8 +5,6 @@ step has), and a block for each step, with one completion per line. The page unp
 shows the step. Read before: tokens.py. Read next: server.py.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

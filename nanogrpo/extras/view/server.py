@@ -9,8 +9,6 @@ The page contains the data as gzip in base64, so nothing that a model wrote can 
 is unpacked only when the page shows it, so even the page of a long run opens at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import contextlib
@@ -110,7 +108,7 @@ class Handler(BaseHTTPRequestHandler):
     """
 
     timeout = 10  # seconds to wait until a browser sends a request or reads an answer
-    server: Server
+    server: "Server"
 
     def do_GET(self) -> None:
         status, kind, body = self._answer()

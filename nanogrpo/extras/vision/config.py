@@ -5,8 +5,6 @@ the fields of a Qwen3, which model/hf_config.py reads. Read next: processor.py (
 patches), then model.py (patches become embeddings).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +67,7 @@ class VisionModelConfig(ModelConfig):
     vision: VisionConfig = VisionConfig()
 
     @classmethod
-    def from_dict(cls, raw: dict, where: str = "config.json") -> VisionModelConfig:
+    def from_dict(cls, raw: dict, where: str = "config.json") -> "VisionModelConfig":
         """Read the dict of a config.json. `where` names the file in a message."""
         check(where, "model_type", raw.get("model_type"), ["qwen3_vl"])
         text = raw["text_config"]

@@ -14,8 +14,6 @@ PNG file if the picture was not RGB or not upright. Read before: data/prompts.py
 processor.py (from these files to the encoder's input).
 """
 
-from __future__ import annotations
-
 import io
 import warnings
 from pathlib import Path

@@ -24,8 +24,6 @@ prompt: token i after the last picture is at position i. So completions, caches 
 ignore pictures.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import io
@@ -66,7 +64,7 @@ class Settings:
     image_token_id: int
 
     @classmethod
-    def read(cls, folder: Path) -> Settings:
+    def read(cls, folder: Path) -> "Settings":
         """Read the files of a checkpoint."""
         config = folder / "config.json"
         with reading(config, "use the model's original file", "does not describe a model"):
