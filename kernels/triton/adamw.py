@@ -47,7 +47,7 @@ def update_kernel(
     tl.store(M + i, m, mask=i < n)
     tl.store(V + i, v, mask=i < n)
     tl.store(W + i, w, mask=i < n)
-    tl.store(COPY + i, w.to(COPY.dtype.element_ty), mask=i < n)
+    tl.store(COPY + i, w, mask=i < n)
 
 
 def factors(steps: Tensor, rate: float, betas: tuple[float, float]) -> Tensor:

@@ -55,6 +55,13 @@ def product(a, b):
 
 
 @triton.jit
+def no_keys(ROWS, E):
+    """Return m, l and o of `add_keys` before the first key."""
+    m = tl.full((ROWS,), float("-inf"), tl.float32)
+    return m, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, E), tl.float32)
+
+
+@triton.jit
 def add_keys(m, l, o, x, v):
     """Return the running maximum m and sum l [rows] and result o [rows, E] with more keys, which
     have the scores x [rows, keys] in base 2, and the values v [keys, E].
@@ -125,9 +132,7 @@ def forward_kernel(
     r = row + tl.arange(0, ROWS)
     i, at = place(r, KV, HEADS)
     q = load(Q, at, r < stop, E)
-    m = tl.full((ROWS,), float("-inf"), tl.float32)
-    l = tl.zeros((ROWS,), tl.float32)
-    o = tl.zeros((ROWS, E), tl.float32)
+    m, l, o = no_keys(ROWS, E)
     for EDGE in tl.static_range(2):
         keys = ranges[EDGE]
         for t in tl.range(0, count(keys, KEYS)):

@@ -22,8 +22,9 @@ import triton
 import triton.language as tl
 
 from ..exact import QUERIES
-from .attention import add_keys
+from .attention import add_keys, no_keys
 from .log_softmax import LOG2E
+from .paged import padded
 from .rope import adjacent
 
 
@@ -44,7 +45,7 @@ def product_kernel(
         b = tl.load(at_b, mask=(c < columns)[:, None] & inside[None, :], other=0.0)  # [BC, BK]
         total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
     there = (r < rows)[:, None] & (c < columns)[None, :]
-    tl.store(Y + r[:, None] * columns + c[None, :], total.to(Y.dtype.element_ty), mask=there)
+    tl.store(Y + r[:, None] * columns + c[None, :], total, mask=there)
 
 
 def product(a: Tensor, b: Tensor, buffer: Tensor | None = None) -> Tensor:
@@ -61,8 +62,7 @@ def product(a: Tensor, b: Tensor, buffer: Tensor | None = None) -> Tensor:
 @triton.jit
 def attend_kernel(
     Q, K, V, Y, FIRST, COUNT, SEEN, START, KEYS_AT, q_stride, head_stride, scale,
-    HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HEADS: tl.constexpr, E: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, k): COUNT queries from row FIRST; the first one sees SEEN keys."""
     tile, k_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -70,28 +70,27 @@ def attend_kernel(
     if count == 0:
         return
     seen, start = tl.load(SEEN + tile), tl.load(START + tile)
-    i = tl.arange(0, QUERIES * HEADS_PAD)
-    query, g = i // HEADS_PAD, i % HEADS_PAD
-    e = tl.arange(0, E_PAD)
+    ROWS: tl.constexpr = QUERIES * triton.next_power_of_2(HEADS)
+    i = tl.arange(0, ROWS)
+    query, g = i // (ROWS // QUERIES), i % (ROWS // QUERIES)
+    e = tl.arange(0, padded(E))
     n = tl.arange(0, KEYS)
     mine = ((query < count) & (g < HEADS))[:, None] & (e < E)[None, :]
     row = tl.load(FIRST + tile) + query
     head = (k_head * HEADS + g) * E
     q = tl.load(Q + (row * q_stride + head)[:, None] + e[None, :], mask=mine, other=0.0)
-    m = tl.full((QUERIES * HEADS_PAD,), float("-inf"), tl.float32)
-    l = tl.zeros((QUERIES * HEADS_PAD,), tl.float32)
-    o = tl.zeros((QUERIES * HEADS_PAD, E_PAD), tl.float32)
+    m, l, o = no_keys(ROWS, padded(E))
     for block in range(0, seen + count - 1, KEYS):
         inside = block + n < seen + count - 1
         at = tl.load(KEYS_AT + start + block + n, mask=inside, other=0) + k_head * head_stride
         there = inside[:, None] & (e < E)[None, :]
-        keys = tl.load(K + at[:, None] + e[None, :], mask=there, other=0.0)  # [KEYS, E_PAD]
+        keys = tl.load(K + at[:, None] + e[None, :], mask=there, other=0.0)  # [KEYS, E]
         values = tl.load(V + at[:, None] + e[None, :], mask=there, other=0.0)
         x = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale  # [Q, KEYS]
         x = tl.where((block + n)[None, :] < (seen + query)[:, None], x, float("-inf"))
         m, l, o = add_keys(m, l, o, x, values)
     at = (row * tl.num_programs(1) * HEADS * E + head)[:, None] + e[None, :]
-    tl.store(Y + at, (o / l[:, None]).to(Y.dtype.element_ty), mask=mine)
+    tl.store(Y + at, o / l[:, None], mask=mine)
 
 
 def attend(
@@ -101,9 +100,7 @@ def attend(
     q = adjacent(q)
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     size, group = q.shape[2], q.shape[1] // heads
-    pads = dict(HEADS_PAD=triton.next_power_of_2(group), QUERIES=QUERIES, KEYS=32)
-    shape = dict(HEADS=group, E=size, E_PAD=max(16, triton.next_power_of_2(size)))
-    numbers = q.stride(0), head_stride, size**-0.5 * LOG2E.value
-    args = q, k, v, y, *tiles, *numbers
-    attend_kernel[(len(tiles[0]), heads)](*args, **pads, **shape, num_warps=8)
+    args = q, k, v, y, *tiles, q.stride(0), head_stride, size**-0.5 * LOG2E.value
+    shape = dict(HEADS=group, E=size, QUERIES=QUERIES, KEYS=32, num_warps=8)
+    attend_kernel[(len(tiles[0]), heads)](*args, **shape)
     return y

@@ -33,6 +33,7 @@ import triton.language as tl
 
 from ..reference.policy import Clip, LossInputs
 from .log_softmax import LOG2E, results, row_gradient, statistics, wide
+from .memory import load
 from .policy import numbers_of, terms
 
 # There are twice as many lanes as in log_softmax.py, so a program fills a multiprocessor.
@@ -79,7 +80,7 @@ def row_kernel(
         l, dlogp, clip, kl = terms(logp, adv, old, ref, imp, low, high, delta, beta)
         dlogp *= weight
     tl.store(LOSS + row, l)
-    tl.store(CLIP + row, clip.to(tl.int8))
+    tl.store(CLIP + row, clip)
     if KL is not None:
         tl.store(KL + row, kl)
     dentropy = tl.zeros((), tl.float32)
@@ -91,15 +92,15 @@ def row_kernel(
     if (dlogp == 0.0) & (dentropy == 0.0) & (logp == logp):
         for c in tl.range(0, V, BLOCK):
             o = c + lanes
-            tl.store(D + o, tl.zeros((BLOCK,), D.dtype.element_ty), mask=o < V)
+            tl.store(D + o, 0.0, mask=o < V)
         return
     # All threads must finish reading the logits before any logit is overwritten.
     tl.debug_barrier()
     for i in tl.range(0, blocks):
         o = (blocks - 1 - i) * BLOCK + lanes
-        x = tl.load(L + o, mask=o < V, other=0.0).to(tl.float32)
+        x = load(L + o, o < V)
         dz = row_gradient(x, o, y, k, q, log_l, entropy, dlogp, dentropy) * inv_t
-        tl.store(D + o, dz.to(D.dtype.element_ty), mask=o < V)
+        tl.store(D + o, dz, mask=o < V)
 
 
 def policy_rows_(

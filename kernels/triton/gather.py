@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from ..reference.gather import Order
+from .memory import load
 
 BLOCK, WARPS = 1024, 4
 
@@ -34,8 +35,8 @@ def sum_kernel(DY, ORDER, STARTS, DX, W, blocks, BLOCK: tl.constexpr):
     j = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for i in tl.range(tl.load(STARTS + row), tl.load(STARTS + row + 1)):
-        total += tl.load(DY + tl.load(ORDER + i) * W + j, mask=j < W, other=0.0).to(tl.float32)
-    tl.store(DX + row * W + j, total.to(DX.dtype.element_ty), mask=j < W)
+        total += load(DY + tl.load(ORDER + i) * W + j, j < W)
+    tl.store(DX + row * W + j, total, mask=j < W)
 
 
 def row_order(index: Tensor, count: int) -> tuple[Tensor, Tensor]:

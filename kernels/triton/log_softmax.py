@@ -42,6 +42,8 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
+from .memory import load
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # The initial maximum, which is finite, because -inf - -inf would be NaN.
@@ -64,6 +66,22 @@ def wide(logits: Tensor) -> bool:
 
 
 @triton.jit
+def shifted(x, k, q):
+    """Return x k - q, rounded once."""
+    return tl.fma(x, k + tl.zeros_like(x), -q + tl.zeros_like(x))
+
+
+@triton.jit
+def padded(L, o, V, k):
+    """Return the logits in the columns o of a row. Columns past the vocabulary are far below any q,
+    even after multiplication by k, so e = 0.
+
+    They are filled after the conversion to float32, because float16 cannot represent -1e30.
+    """
+    return tl.where(o < V, load(L + o, o < V), 2.0 * LOWEST / k)
+
+
+@triton.jit
 def fold(x, q, l, s, k):
     """Add the block x [R, C] to the statistics q, l, s [R] of the lanes.
 
@@ -71,7 +89,7 @@ def fold(x, q, l, s, k):
     """
     q_new = tl.maximum(q, tl.max(x, 1) * k)
     a = tl.exp2(q - q_new)
-    t = tl.fma(x, k + tl.zeros_like(x), -q_new[:, None] + tl.zeros_like(x))
+    t = shifted(x, k, q_new[:, None])  # x k - q_new, rounded once
     e = tl.exp2(t)
     s = (s + l * (q - q_new)) * a + tl.sum(e * t, 1)
     l = l * a + tl.sum(e, 1)
@@ -87,7 +105,7 @@ def merge(q, l, s):
 
 
 @triton.jit
-def statistics(L, V, k, WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+def statistics(L, V, k, WIDE, R, C):
     """Return (q, l, s) of the V columns of the row at L.
 
     If WIDE, the C numbers of a lane are adjacent and need one load. A single load is impossible if
@@ -107,19 +125,12 @@ def statistics(L, V, k, WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     for c in tl.range(0, tail, BLOCK):  # full blocks: no mask
         q, l, s = fold(tl.load(L + (c + base)).to(tl.float32), q, l, s, k)
     if tail < V:
-        o = tail + base
-        x = tl.load(L + o, mask=o < V, other=0.0).to(tl.float32)
-        # Pad after the conversion to float32, because float16 cannot represent -1e30.
-        # Even after multiplication by k, the padding is far below any q, so e = 0.
-        q, l, s = fold(tl.where(o < V, x, 2.0 * LOWEST / k), q, l, s, k)
+        q, l, s = fold(padded(L, tail + base, V, k), q, l, s, k)
     q, l, s = merge(q, l, s)
     if s != s:  # a logit of -inf gave 0 · -inf = NaN: sum again, leaving out probabilities of 0
         again = tl.zeros((R,), tl.float32)
         for c in tl.range(0, V, BLOCK):
-            o = c + base
-            x = tl.load(L + o, mask=o < V, other=0.0).to(tl.float32)
-            x = tl.where(o < V, x, 2.0 * LOWEST / k)
-            t = tl.fma(x, k + tl.zeros_like(x), -q + tl.zeros_like(x))
+            t = shifted(padded(L, c + base, V, k), k, q)
             e = tl.exp2(t)
             again += tl.sum(tl.where(e > 0, e * t, 0.0), 1)
         s = tl.sum(again, 0)
@@ -181,7 +192,7 @@ def row_gradient(x, o, y, k, q, log_l, entropy, dlogp, dentropy):
 
     The difference 1 - p is computed in float32.
     """
-    t = tl.fma(x, k + tl.zeros_like(x), -q + tl.zeros_like(x)) - log_l  # log2 p
+    t = shifted(x, k, q) - log_l  # log2 p
     p = tl.exp2(t)
     dz = tl.where(o == y, 1.0 - p, -p) * dlogp
     if dentropy != 0.0:
@@ -205,13 +216,13 @@ def backward_kernel(
     dlogp = tl.load(DLOGP + row)
     dentropy = tl.load(DENTROPY + row)
     if (dlogp == 0.0) & (dentropy == 0.0):  # the gradient is zero: do not read the row
-        tl.store(D + o, tl.zeros((BLOCK,), D.dtype.element_ty), mask=o < V)
+        tl.store(D + o, 0.0, mask=o < V)
         return
     y = tl.load(TARGETS + row)
-    x = tl.load(L + o, mask=o < V, other=0.0).to(tl.float32)
+    x = load(L + o, o < V)
     q, log_l, entropy = tl.load(NORM + row), tl.load(NORM + N + row), tl.load(ENTROPY + row)
     dz = row_gradient(x, o, y, k, q, log_l, entropy, dlogp, dentropy) * inv_t
-    tl.store(D + o, dz.to(D.dtype.element_ty), mask=o < V)
+    tl.store(D + o, dz, mask=o < V)
 
 
 def log_softmax_backward_(

@@ -28,6 +28,8 @@ from torch.autograd.function import once_differentiable
 import triton
 import triton.language as tl
 
+from .memory import load
+
 PROGRAMS = 512  # number of programs in the backward; each program fills one row of PARTS
 
 
@@ -36,15 +38,15 @@ def forward_kernel(X, RESIDUAL, WEIGHT, Y, SUM, RSTD, D, eps, BLOCK: tl.constexp
     """Each program processes one row. RESIDUAL and SUM may be None."""
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK)
-    h = tl.load(X + row * D + j, mask=j < D, other=0.0).to(tl.float32)
+    h = load(X + row * D + j, j < D)
     if RESIDUAL is not None:
-        h += tl.load(RESIDUAL + row * D + j, mask=j < D, other=0.0).to(tl.float32)
+        h += load(RESIDUAL + row * D + j, j < D)
         rounded = h.to(SUM.dtype.element_ty)
         tl.store(SUM + row * D + j, rounded, mask=j < D)
         h = rounded.to(tl.float32)  # the backward uses the rounded sum
     rstd = 1.0 / tl.sqrt(tl.sum(h * h, 0) / D + eps)
-    w = tl.load(WEIGHT + j, mask=j < D, other=0.0).to(tl.float32)
-    tl.store(Y + row * D + j, (h * rstd * w).to(Y.dtype.element_ty), mask=j < D)
+    w = load(WEIGHT + j, j < D)
+    tl.store(Y + row * D + j, h * rstd * w, mask=j < D)
     tl.store(RSTD + row, rstd)
 
 
@@ -56,19 +58,19 @@ def backward_kernel(H, WEIGHT, RSTD, DY, DSUM, DX, PARTS, T, D, BLOCK: tl.conste
     """
     pid = tl.program_id(0)
     j = tl.arange(0, BLOCK)
-    w = tl.load(WEIGHT + j, mask=j < D, other=0.0).to(tl.float32)
+    w = load(WEIGHT + j, j < D)
     dw = tl.zeros((BLOCK,), tl.float32)
     for t in tl.range(pid, T, tl.num_programs(0)):
         row = tl.full((), t, tl.int64)
         rstd = tl.load(RSTD + row)
-        n = tl.load(H + row * D + j, mask=j < D, other=0.0).to(tl.float32) * rstd
-        dy = tl.load(DY + row * D + j, mask=j < D, other=0.0).to(tl.float32)
+        n = load(H + row * D + j, j < D) * rstd
+        dy = load(DY + row * D + j, j < D)
         dw += dy * n
         g = dy * w
         dh = rstd * (g - n * (tl.sum(g * n, 0) / D))
         if DSUM is not None:
-            dh += tl.load(DSUM + row * D + j, mask=j < D, other=0.0).to(tl.float32)
-        tl.store(DX + row * D + j, dh.to(DX.dtype.element_ty), mask=j < D)
+            dh += load(DSUM + row * D + j, j < D)
+        tl.store(DX + row * D + j, dh, mask=j < D)
     if PARTS is not None:
         tl.store(PARTS + pid.to(tl.int64) * D + j, dw, mask=j < D)
 

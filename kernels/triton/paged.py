@@ -32,27 +32,32 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from .attention import add_keys
+from .attention import add_keys, no_keys
 from .log_softmax import LOG2E
+from .memory import load
 from .rope import adjacent
 
 PROGRAMS = 1024  # target number of programs of `attend`: about eight per multiprocessor
 PARTS = 32  # maximum number of parts per row
 
 
+@triton.constexpr_function
+def padded(n):
+    """Return the size of a block with at least n rows or columns, for the tensor cores."""
+    return max(16, triton.next_power_of_2(n))
+
+
 @triton.jit
-def rotated(
-    X, WEIGHT, cos, sin, at, here, eps, E: tl.constexpr, E_PAD: tl.constexpr
-):  # fmt: skip
-    """Return the heads [rows, E_PAD] at X + at, normalized and rotated, in the dtype of X."""
-    e = tl.arange(0, E_PAD)
+def rotated(X, WEIGHT, cos, sin, at, here, eps, E):
+    """Return the heads [rows, padded(E)] at X + at, normalized and rotated, in the dtype of X."""
+    e = tl.arange(0, padded(E))
     other = tl.where(e < E // 2, e + E // 2, e - E // 2)  # the other half
-    x = tl.load(X + at + e, mask=here, other=0.0).to(tl.float32)
-    y = tl.load(X + at + other, mask=here, other=0.0).to(tl.float32)
+    x = load(X + at + e, here)
+    y = load(X + at + other, here)
     if WEIGHT is not None:
         r = (1.0 / tl.sqrt(tl.sum(x * x, 1) / E + eps))[:, None]
-        x = x * r * tl.load(WEIGHT + e, mask=e < E, other=0.0).to(tl.float32)
-        y = y * r * tl.load(WEIGHT + other, mask=e < E, other=0.0).to(tl.float32)
+        x = x * r * load(WEIGHT + e, e < E)
+        y = y * r * load(WEIGHT + other, e < E)
     y = tl.where(e < E // 2, -y, y)
     return (x * cos + y * sin).to(X.dtype.element_ty)
 
@@ -62,8 +67,7 @@ def attend_kernel(
     Q, K_NEW, V_NEW, WQ, WK, COS, SIN, POSITION, TABLE, KEYS, VALUES, MAXIMA, TOTALS, SUMS,
     q_stride, k_stride, v_stride, table_stride, scale, eps,
     KV: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr,
-    HEADS_PAD: tl.constexpr, E_PAD: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    PAGE: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Program (row, k, part) computes m, l and o of a part for the HEADS queries of key head k.
 
@@ -77,21 +81,19 @@ def attend_kernel(
     pages = tl.cdiv(position, PAGE)
     share = tl.cdiv(pages - first, PARTS)
     first += part * share
-    g = tl.arange(0, HEADS_PAD)
-    e = tl.arange(0, E_PAD)
+    g = tl.arange(0, padded(HEADS))
+    e = tl.arange(0, padded(E))
     n = tl.arange(0, PAGE)
     head = k_head * HEADS + g
     mine = (g < HEADS)[:, None] & (e < E)
-    cos = tl.load(COS + row * E + e, mask=e < E, other=0.0)
-    sin = tl.load(SIN + row * E + e, mask=e < E, other=0.0)
-    q = rotated(Q + row * q_stride, WQ, cos, sin, head[:, None] * E, mine, eps, E, E_PAD)
-    m = tl.full((HEADS_PAD,), float("-inf"), tl.float32)
-    l = tl.zeros((HEADS_PAD,), tl.float32)
-    o = tl.zeros((HEADS_PAD, E_PAD), tl.float32)
+    cos = load(COS + row * E + e, e < E)
+    sin = load(SIN + row * E + e, e < E)
+    q = rotated(Q + row * q_stride, WQ, cos, sin, head[:, None] * E, mine, eps, E)
+    m, l, o = no_keys(padded(HEADS), padded(E))
     if part == 0:
         only = tl.zeros((1, 1), tl.int32) + k_head * E
         here = (e < E)[None, :]
-        k = rotated(K_NEW + row * k_stride, WK, cos, sin, only, here, eps, E, E_PAD).reshape(E_PAD)
+        k = rotated(K_NEW + row * k_stride, WK, cos, sin, only, here, eps, E).reshape(padded(E))
         v = tl.load(V_NEW + row * v_stride + k_head * E + e, mask=e < E, other=0.0)
         page = tl.load(TABLE + row * table_stride + position // PAGE).to(tl.int64)
         at = ((page * KV + k_head) * PAGE + position % PAGE) * E + e
@@ -107,14 +109,14 @@ def attend_kernel(
         if WINDOW:
             seen &= i * PAGE + n > position - WINDOW
         there = seen[:, None] & (e < E)
-        keys = tl.load(KEYS + at[:, None] + e, mask=there, other=0.0)  # [PAGE, E_PAD]
-        x = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale  # [HEADS_PAD, PAGE]
+        keys = tl.load(KEYS + at[:, None] + e, mask=there, other=0.0)  # [PAGE, E]
+        x = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale  # [HEADS, PAGE]
         x = tl.where(seen[None, :], x, float("-inf"))
         values = tl.load(VALUES + at[:, None] + e, mask=there, other=0.0)
         m, l, o = add_keys(m, l, o, x, values)
     at = (row * KV * HEADS + head) * PARTS + part
     if PARTS == 1:
-        o = (o / l[:, None]).to(SUMS.dtype.element_ty)
+        o = o / l[:, None]
     else:
         tl.store(MAXIMA + at, m, mask=g < HEADS)
         tl.store(TOTALS + at, l, mask=g < HEADS)
@@ -122,18 +124,16 @@ def attend_kernel(
 
 
 @triton.jit
-def combine_kernel(
-    MAXIMA, TOTALS, SUMS, Y, E: tl.constexpr, E_PAD: tl.constexpr, PARTS: tl.constexpr
-):
+def combine_kernel(MAXIMA, TOTALS, SUMS, Y, E: tl.constexpr, PARTS: tl.constexpr):
     """Each program combines the parts of one query head of one row."""
     head = tl.program_id(0).to(tl.int64)
     at = head * PARTS + tl.arange(0, PARTS)
-    e = tl.arange(0, E_PAD)
+    e = tl.arange(0, padded(E))
     m = tl.load(MAXIMA + at)
     a = tl.exp2(m - tl.max(m, 0))  # 0 for a part without keys, since its m is -inf
     o = tl.load(SUMS + at[:, None] * E + e[None, :], mask=(e < E)[None, :], other=0.0)
     y = tl.sum(o * a[:, None], 0) / tl.sum(tl.load(TOTALS + at) * a, 0)
-    tl.store(Y + head * E + e, y.to(Y.dtype.element_ty), mask=e < E)
+    tl.store(Y + head * E + e, y, mask=e < E)
 
 
 def paged_attention(
@@ -165,7 +165,7 @@ def paged_attention(
         maxima, totals = (q.new_empty(b, H, parts, dtype=torch.float32) for _ in range(2))
         sums = q.new_empty(b, H, parts, E, dtype=torch.float32)
     *norms, eps = rotation
-    shape = dict(E=E, E_PAD=max(16, triton.next_power_of_2(E)), PARTS=parts)
+    shape = dict(E=E, PARTS=parts)
     tensors = q, k, v, *norms, positions, table, keys, values, maxima, totals, sums
     attend_kernel[(b, KV, parts)](
         *tensors,
@@ -174,7 +174,6 @@ def paged_attention(
         eps,
         KV=KV,
         HEADS=H // KV,
-        HEADS_PAD=max(16, triton.next_power_of_2(H // KV)),
         PAGE=page,
         WINDOW=window,
         num_warps=4,

@@ -30,121 +30,110 @@ from torch.autograd.function import once_differentiable
 import triton
 import triton.language as tl
 
+from .memory import load
+
 PROGRAMS = 512  # number of programs in the backward; each program fills two rows of PARTS
 
 # Constants of both kernels: H query heads and KV key heads of size 2·HALF.
-# Block sizes in Triton are powers of two, so H, KV and HALF are padded to H_PAD, KV_PAD and PAD.
 
 
 @triton.jit
-def places(HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PAD: tl.constexpr):
-    """Return the offsets [ROWS, PAD] of the first halves of adjacent heads, and a mask of the
-    offsets that exist.
+def places(HEADS, HALF):
+    """Return the offsets [heads, half] of the first halves of adjacent heads, and a mask of the
+    offsets that exist. Block sizes in Triton are powers of two, so both sizes are padded.
     """
-    head = tl.arange(0, ROWS)[:, None]
-    j = tl.arange(0, PAD)[None, :]
+    head = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
+    j = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
     return head * (2 * HALF) + j, (head < HEADS) & (j < HALF)
 
 
 @triton.jit
-def load_halves(X, at, here, HALF: tl.constexpr):
-    """Return the two halves of the heads in float32."""
-    a = tl.load(X + at, mask=here, other=0.0).to(tl.float32)
-    b = tl.load(X + at + HALF, mask=here, other=0.0).to(tl.float32)
-    return a, b
+def load_halves(X, HEADS, HALF):
+    """Return the two halves of the heads at X in float32."""
+    at, here = places(HEADS, HALF)
+    return load(X + at, here), load(X + at + HALF, here)
 
 
 @triton.jit
-def store_halves(X, at, here, a, b, HALF: tl.constexpr):
-    tl.store(X + at, a.to(X.dtype.element_ty), mask=here)
-    tl.store(X + at + HALF, b.to(X.dtype.element_ty), mask=here)
+def store_halves(X, a, b, HEADS, HALF):
+    at, here = places(HEADS, HALF)
+    tl.store(X + at, a, mask=here)
+    tl.store(X + at + HALF, b, mask=here)
 
 
 @triton.jit
-def inverse_rms(a, b, eps, HALF: tl.constexpr):
-    """Return (mean(x²) + ε)^{-1/2} of each head, [heads, 1]."""
-    return (1.0 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps))[:, None]
+def mean(a, b, HALF):
+    """Return the mean over the two halves of each head, [heads, 1]."""
+    return ((tl.sum(a, 1) + tl.sum(b, 1)) / (2 * HALF))[:, None]
 
 
 @triton.jit
-def forward_heads(
-    X, WEIGHT, Y, cos, sin, eps,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PAD: tl.constexpr,
-):  # fmt: skip
+def forward_heads(X, WEIGHT, Y, cos, sin, eps, HEADS, HALF):
     """Normalize and rotate the heads at X, and write them to Y."""
-    at, here = places(HEADS, ROWS, HALF, PAD)
-    a, b = load_halves(X, at, here, HALF)
+    a, b = load_halves(X, HEADS, HALF)
     if WEIGHT is not None:
-        w_at, w_here = places(1, 1, HALF, PAD)
-        wa, wb = load_halves(WEIGHT, w_at, w_here, HALF)
-        r = inverse_rms(a, b, eps, HALF)
+        wa, wb = load_halves(WEIGHT, 1, HALF)
+        r = 1.0 / tl.sqrt(mean(a * a, b * b, HALF) + eps)
         a = a * r * wa
         b = b * r * wb
-    store_halves(Y, at, here, a * cos - b * sin, b * cos + a * sin, HALF)
+    store_halves(Y, a * cos - b * sin, b * cos + a * sin, HEADS, HALF)
 
 
 @triton.jit
 def forward_kernel(
     Q, K, WQ, WK, COS, SIN, YQ, YK, q_stride, k_stride, eps,
     H: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr,
-    H_PAD: tl.constexpr, KV_PAD: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     """Each program processes one token. WQ and WK may be None."""
     token = tl.program_id(0).to(tl.int64)
-    at, here = places(1, 1, HALF, PAD)
-    cos = tl.load(COS + token * (2 * HALF) + at, mask=here, other=0.0)  # [1, PAD]
-    sin = tl.load(SIN + token * (2 * HALF) + at, mask=here, other=0.0)
+    at, here = places(1, HALF)
+    cos = load(COS + token * (2 * HALF) + at, here)
+    sin = load(SIN + token * (2 * HALF) + at, here)
     yq = YQ + token * (2 * HALF * H)
     yk = YK + token * (2 * HALF * KV)
-    forward_heads(Q + token * q_stride, WQ, yq, cos, sin, eps, H, H_PAD, HALF, PAD)
-    forward_heads(K + token * k_stride, WK, yk, cos, sin, eps, KV, KV_PAD, HALF, PAD)
+    forward_heads(Q + token * q_stride, WQ, yq, cos, sin, eps, H, HALF)
+    forward_heads(K + token * k_stride, WK, yk, cos, sin, eps, KV, HALF)
 
 
 @triton.jit
-def backward_heads(
-    X, x_offset, WEIGHT, DY, DX, cos, sin, eps, dwa, dwb,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PAD: tl.constexpr,
-):  # fmt: skip
-    """Write the gradients of a token's heads to DX. Return dwa and dwb [ROWS, PAD] with this
+def backward_heads(X, x_offset, WEIGHT, DY, DX, cos, sin, eps, dwa, dwb, HEADS, HALF):
+    """Write the gradients of a token's heads to DX. Return dwa and dwb [heads, half] with this
     token's terms added.
 
     X and WEIGHT may be None.
     """
-    at, here = places(HEADS, ROWS, HALF, PAD)
-    dya, dyb = load_halves(DY, at, here, HALF)
+    dya, dyb = load_halves(DY, HEADS, HALF)
     da = dya * cos + dyb * sin
     db = dyb * cos - dya * sin
     if WEIGHT is not None:
-        a, b = load_halves(X + x_offset, at, here, HALF)
-        w_at, w_here = places(1, 1, HALF, PAD)
-        wa, wb = load_halves(WEIGHT, w_at, w_here, HALF)
-        r = inverse_rms(a, b, eps, HALF)
+        a, b = load_halves(X + x_offset, HEADS, HALF)
+        wa, wb = load_halves(WEIGHT, 1, HALF)
+        r = 1.0 / tl.sqrt(mean(a * a, b * b, HALF) + eps)
         na = a * r
         nb = b * r
         dwa += da * na
         dwb += db * nb
         ga = da * wa
         gb = db * wb
-        mean = ((tl.sum(ga * na, 1) + tl.sum(gb * nb, 1)) / (2 * HALF))[:, None]
-        da = r * (ga - na * mean)
-        db = r * (gb - nb * mean)
-    store_halves(DX, at, here, da, db, HALF)
+        m = mean(ga * na, gb * nb, HALF)
+        da = r * (ga - na * m)
+        db = r * (gb - nb * m)
+    store_halves(DX, da, db, HEADS, HALF)
     return dwa, dwb
 
 
 @triton.jit
-def store_parts(PARTS, row, dwa, dwb, HALF: tl.constexpr, PAD: tl.constexpr):
+def store_part(PARTS, row, dwa, dwb, HALF):
     """Write a program's part of dweight, summed over the heads, to a row of PARTS."""
-    j = tl.arange(0, PAD)
-    tl.store(PARTS + row * (2 * HALF) + j, tl.sum(dwa, 0), mask=j < HALF)
-    tl.store(PARTS + row * (2 * HALF) + HALF + j, tl.sum(dwb, 0), mask=j < HALF)
+    store_halves(
+        PARTS + row * (2 * HALF), tl.sum(dwa, 0)[None, :], tl.sum(dwb, 0)[None, :], 1, HALF
+    )
 
 
 @triton.jit
 def backward_kernel(
     Q, K, WQ, WK, COS, SIN, DYQ, DYK, DX, PARTS, T, q_stride, k_stride, eps,
     H: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr,
-    H_PAD: tl.constexpr, KV_PAD: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     """Program p of P processes tokens p, p + P, …; its partial sums go to rows p (dwq) and P + p
     (dwk) of PARTS [2·P, E].
@@ -152,29 +141,28 @@ def backward_kernel(
     Q, K, WQ, WK and PARTS may be None.
     """
     pid = tl.program_id(0)
-    at, here = places(1, 1, HALF, PAD)
+    at, here = places(1, HALF)
     # one sum per head: threads exchange data only at the end
-    dwqa = tl.zeros((H_PAD, PAD), tl.float32)
-    dwqb = tl.zeros((H_PAD, PAD), tl.float32)
-    dwka = tl.zeros((KV_PAD, PAD), tl.float32)
-    dwkb = tl.zeros((KV_PAD, PAD), tl.float32)
+    dwqa = tl.zeros(places(H, HALF)[0].shape, tl.float32)
+    dwka = tl.zeros(places(KV, HALF)[0].shape, tl.float32)
+    dwqb, dwkb = dwqa, dwka
     for t in tl.range(pid, T, tl.num_programs(0)):
         token = tl.full((), t, tl.int64)
-        cos = tl.load(COS + token * (2 * HALF) + at, mask=here, other=0.0)  # [1, PAD]
-        sin = tl.load(SIN + token * (2 * HALF) + at, mask=here, other=0.0)
+        cos = load(COS + token * (2 * HALF) + at, here)
+        sin = load(SIN + token * (2 * HALF) + at, here)
         dyq, dyk = DYQ + token * (2 * HALF * H), DYK + token * (2 * HALF * KV)
         dxq = DX + token * (2 * HALF * (H + 2 * KV))
         dxk = dxq + 2 * HALF * H
         dwqa, dwqb = backward_heads(
-            Q, token * q_stride, WQ, dyq, dxq, cos, sin, eps, dwqa, dwqb, H, H_PAD, HALF, PAD
+            Q, token * q_stride, WQ, dyq, dxq, cos, sin, eps, dwqa, dwqb, H, HALF
         )
         dwka, dwkb = backward_heads(
-            K, token * k_stride, WK, dyk, dxk, cos, sin, eps, dwka, dwkb, KV, KV_PAD, HALF, PAD
+            K, token * k_stride, WK, dyk, dxk, cos, sin, eps, dwka, dwkb, KV, HALF
         )
     if PARTS is not None:
         row = pid.to(tl.int64)
-        store_parts(PARTS, row, dwqa, dwqb, HALF, PAD)
-        store_parts(PARTS, tl.num_programs(0) + row, dwka, dwkb, HALF, PAD)
+        store_part(PARTS, row, dwqa, dwqb, HALF)
+        store_part(PARTS, tl.num_programs(0) + row, dwka, dwkb, HALF)
 
 
 def adjacent(x: Tensor) -> Tensor:
@@ -188,9 +176,8 @@ def _shape(q: Tensor, k: Tensor) -> dict[str, int]:
     A thread processes about 8 pairs of numbers of q.
     """
     H, KV, HALF = q.shape[1], k.shape[1], q.shape[2] // 2
-    pads = [triton.next_power_of_2(n) for n in (H, KV, HALF)]
-    warps = max(1, min(16, pads[0] * pads[2] // 256))
-    return dict(H=H, KV=KV, HALF=HALF, H_PAD=pads[0], KV_PAD=pads[1], PAD=pads[2], num_warps=warps)
+    pairs = triton.next_power_of_2(H) * triton.next_power_of_2(HALF)
+    return dict(H=H, KV=KV, HALF=HALF, num_warps=max(1, min(16, pairs // 256)))
 
 
 class _NormRope(torch.autograd.Function):

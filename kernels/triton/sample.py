@@ -32,7 +32,7 @@ MIX_2 = tl.constexpr(0x94D049BB133111EB)
 
 
 @triton.jit
-def columns(LOGITS, row, chunk, stride, V, inv_t, BLOCK: tl.constexpr):
+def columns(LOGITS, row, chunk, stride, V, inv_t, BLOCK):
     """Return a chunk of a row divided by the temperature. Columns past the vocabulary are -inf."""
     j = chunk * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(LOGITS + row * stride + j, mask=j < V, other=float("-inf"))
@@ -40,44 +40,46 @@ def columns(LOGITS, row, chunk, stride, V, inv_t, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def of_row(MAXIMA, TOTALS, row, chunks, CHUNKS: tl.constexpr):
+def of_row(MAXIMA, TOTALS, row, CHUNKS):
     """Return the maximum of a row and the sum of exp(z - maximum)."""
-    c = tl.arange(0, CHUNKS)
-    m = tl.load(MAXIMA + row * chunks + c, mask=c < chunks, other=float("-inf"))
-    l = tl.load(TOTALS + row * chunks + c, mask=c < chunks, other=0.0)
+    c = tl.arange(0, triton.next_power_of_2(CHUNKS))
+    m = tl.load(MAXIMA + row * CHUNKS + c, mask=c < CHUNKS, other=float("-inf"))
+    l = tl.load(TOTALS + row * CHUNKS + c, mask=c < CHUNKS, other=0.0)
     top = tl.max(m, 0)
     return top, tl.sum(l * tl.exp(m - top), 0)
 
 
 @triton.jit
-def totals_kernel(LOGITS, MAXIMA, TOTALS, stride, V, chunks, inv_t, BLOCK: tl.constexpr):
+def totals_kernel(
+    LOGITS, MAXIMA, TOTALS, stride, V, inv_t, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Each program processes one chunk of one row."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     z = columns(LOGITS, row, chunk, stride, V, inv_t, BLOCK)
     m = tl.max(z, 0)
-    tl.store(MAXIMA + row * chunks + chunk, m)
+    tl.store(MAXIMA + row * CHUNKS + chunk, m)
     base = tl.where(m == float("-inf"), 0.0, m)  # -inf - -inf would be NaN
-    tl.store(TOTALS + row * chunks + chunk, tl.sum(tl.exp(z - base), 0))
+    tl.store(TOTALS + row * CHUNKS + chunk, tl.sum(tl.exp(z - base), 0))
 
 
 @triton.jit
 def counts_kernel(
-    LOGITS, MAXIMA, TOTALS, COUNTS, stride, V, chunks, inv_t,
+    LOGITS, MAXIMA, TOTALS, COUNTS, stride, V, inv_t,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program sums the integers n of one chunk of one row."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    top, total = of_row(MAXIMA, TOTALS, row, chunks, CHUNKS)
+    top, total = of_row(MAXIMA, TOTALS, row, CHUNKS)
     z = columns(LOGITS, row, chunk, stride, V, inv_t, BLOCK)
     n = (tl.exp(z - top) / total * SCALE).to(tl.int64)
-    tl.store(COUNTS + row * chunks + chunk, tl.sum(n, 0))
+    tl.store(COUNTS + row * CHUNKS + chunk, tl.sum(n, 0))
 
 
 @triton.jit
 def pick_kernel(
-    LOGITS, MAXIMA, TOTALS, COUNTS, KEY, COUNTER, TOKEN, LOGP, stride, V, chunks, inv_t,
+    LOGITS, MAXIMA, TOTALS, COUNTS, KEY, COUNTER, TOKEN, LOGP, stride, V, inv_t,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program draws the token of one row."""
@@ -87,13 +89,13 @@ def pick_kernel(
     x = (x ^ (x >> 27)) * MIX_2
     u = ((x ^ (x >> 31)) >> 11).to(tl.float64) * UNIT
 
-    c = tl.arange(0, CHUNKS)
-    counts = tl.load(COUNTS + row * chunks + c, mask=c < chunks, other=0)
+    c = tl.arange(0, triton.next_power_of_2(CHUNKS))
+    counts = tl.load(COUNTS + row * CHUNKS + c, mask=c < CHUNKS, other=0)
     target = (u * tl.sum(counts, 0).to(tl.float64)).to(tl.int64)
     chunk = tl.sum((tl.cumsum(counts, 0) <= target).to(tl.int32), 0)
     before = tl.sum(tl.where(c < chunk, counts, 0), 0)
 
-    top, total = of_row(MAXIMA, TOTALS, row, chunks, CHUNKS)
+    top, total = of_row(MAXIMA, TOTALS, row, CHUNKS)
     z = columns(LOGITS, row, chunk, stride, V, inv_t, BLOCK)
     n = (tl.exp(z - top) / total * SCALE).to(tl.int64)
     token = chunk * BLOCK + tl.sum((before + tl.cumsum(n, 0) <= target).to(tl.int32), 0)
@@ -115,11 +117,10 @@ def sample_tokens(
     maxima, totals = (logits.new_empty(b, chunks, dtype=torch.float32) for _ in range(2))
     counts = logits.new_empty(b, chunks, dtype=torch.int64)
     token, logp = torch.empty_like(key), logits.new_empty(b, dtype=torch.float32)
-    numbers = logits.stride(0), vocab, chunks, 1.0 / temperature
+    numbers = logits.stride(0), vocab, 1.0 / temperature
     sums = logits, maxima, totals
-    shape = dict(BLOCK=BLOCK, num_warps=8)
+    shape = dict(CHUNKS=chunks, BLOCK=BLOCK, num_warps=8)
     totals_kernel[(b, chunks)](*sums, *numbers, **shape)
-    shape["CHUNKS"] = triton.next_power_of_2(chunks)
     counts_kernel[(b, chunks)](*sums, counts, *numbers, **shape)
     pick_kernel[(b,)](*sums, counts, key, counter, token, logp, *numbers, **shape)
     return token, logp

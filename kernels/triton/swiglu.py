@@ -21,61 +21,60 @@ from torch.autograd.function import once_differentiable
 import triton
 import triton.language as tl
 
+from .memory import load
+
 BLOCK, WARPS = 1024, 4  # each thread loads 16 bytes of bfloat16 at once
 
 
 @triton.jit
-def forward_kernel(GATE, UP, Y, g_stride, u_stride, F, blocks, BLOCK: tl.constexpr):
-    """Each program processes one block of a row."""
+def inputs(GATE, UP, g_stride, u_stride, F, blocks, BLOCK):
+    """Return the row and the columns of a program, which processes one block of a row, and its
+    numbers of gate and up.
+    """
     row = (tl.program_id(0) // blocks).to(tl.int64)
     j = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    g = tl.load(GATE + row * g_stride + j, mask=j < F, other=0.0).to(tl.float32)
-    u = tl.load(UP + row * u_stride + j, mask=j < F, other=0.0).to(tl.float32)
-    tl.store(Y + row * F + j, (g * tl.sigmoid(g) * u).to(Y.dtype.element_ty), mask=j < F)
+    return row, j, load(GATE + row * g_stride + j, j < F), load(UP + row * u_stride + j, j < F)
 
 
 @triton.jit
-def backward_kernel(GATE, UP, DY, DX, g_stride, u_stride, F, blocks, BLOCK: tl.constexpr):
+def forward_kernel(GATE, UP, Y, g_stride, u_stride, F, blocks, BLOCK: tl.constexpr):
+    row, j, g, u = inputs(GATE, UP, g_stride, u_stride, F, blocks, BLOCK)
+    tl.store(Y + row * F + j, g * tl.sigmoid(g) * u, mask=j < F)
+
+
+@triton.jit
+def backward_kernel(GATE, UP, DX, DY, g_stride, u_stride, F, blocks, BLOCK: tl.constexpr):
     """Write the gradients of gate and up to the halves of a row of DX [T, 2·F]."""
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    j = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    g = tl.load(GATE + row * g_stride + j, mask=j < F, other=0.0).to(tl.float32)
-    u = tl.load(UP + row * u_stride + j, mask=j < F, other=0.0).to(tl.float32)
-    dy = tl.load(DY + row * F + j, mask=j < F, other=0.0).to(tl.float32)
+    row, j, g, u = inputs(GATE, UP, g_stride, u_stride, F, blocks, BLOCK)
+    dy = load(DY + row * F + j, j < F)
     s = tl.sigmoid(g)
-    dg = dy * u * s * (1.0 + g * (1.0 - s))
     DX += 2 * row * F + j
-    tl.store(DX + F, (dy * g * s).to(DX.dtype.element_ty), mask=j < F)
-    tl.store(DX, dg.to(DX.dtype.element_ty), mask=j < F)
+    tl.store(DX + F, dy * g * s, mask=j < F)
+    tl.store(DX, dy * u * s * (1.0 + g * (1.0 - s)), mask=j < F)
 
 
-def _grid(x: Tensor) -> tuple[tuple[int], int]:
-    """Return the launch grid and the number of blocks per row."""
-    blocks = triton.cdiv(x.shape[1], BLOCK)
-    return (len(x) * blocks,), blocks
+def _launch(kernel, gate: Tensor, up: Tensor, *rest: Tensor) -> Tensor:
+    """Launch a kernel, and return the first of the other tensors, its output."""
+    count, width = gate.shape
+    blocks = triton.cdiv(width, BLOCK)
+    args = gate, up, *rest, gate.stride(0), up.stride(0), width, blocks
+    kernel[(count * blocks,)](*args, BLOCK=BLOCK, num_warps=WARPS)
+    return rest[0]
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up):
         gate, up = (x if x.stride(1) == 1 else x.contiguous() for x in (gate, up))
-        y = gate.new_empty(gate.shape)
-        grid, blocks = _grid(gate)
-        args = gate, up, y, gate.stride(0), up.stride(0), gate.shape[1], blocks
-        forward_kernel[grid](*args, BLOCK=BLOCK, num_warps=WARPS)
         ctx.save_for_backward(gate, up)
-        return y
+        return _launch(forward_kernel, gate, up, gate.new_empty(gate.shape))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         gate, up = ctx.saved_tensors
         dx = gate.new_empty(len(gate), 2 * gate.shape[1])
-        grid, blocks = _grid(gate)
-        strides = gate.stride(0), up.stride(0)
-        args = gate, up, dy.contiguous(), dx, *strides, gate.shape[1], blocks
-        backward_kernel[grid](*args, BLOCK=BLOCK, num_warps=WARPS)
-        return dx.chunk(2, dim=1)
+        return _launch(backward_kernel, gate, up, dx, dy.contiguous()).chunk(2, dim=1)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
