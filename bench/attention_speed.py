@@ -5,8 +5,8 @@
 
 In: nothing. The sequences are those of the three strips of step_large.py, with their shared
 prompts. Queries, keys, values and the gradients of the outputs are random. Out:
-results/attention_speed.json, with one record per backend of `NANOGRPO_ATTENTION`. A backend that
-cannot run here has a record with the reason instead of times.
+results/attention_speed.json, with one record per backend of `NANOGRPO_ATTENTION`. If a backend
+cannot run here, its record contains the reason instead of times.
 
 The times are for one attention layer and all strips together. The backends are timed alternately.
 An error is the largest difference from float64, divided by the largest value. Read next:
@@ -61,7 +61,7 @@ def work_of(shape: common.ModelConfig, scale: float, device: str) -> tuple[Work,
 
 
 def side_of(name: str, device: str) -> Backend | str:
-    """Return the function of a backend, or why it cannot run here."""
+    """Return the function of a backend, or the reason why the backend cannot run here."""
     if name == "flash4" and device == "cuda":
         try:
             importlib.import_module("flash_attn.cute")

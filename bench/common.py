@@ -39,7 +39,7 @@ from nanogrpo.model.hf_config import ModelConfig
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 SIDES = ("nanogrpo", "TRL")  # programs in benchmarks of full runs
-# a third kind of run: TRL trains on the completions that nanogrpo sampled with the same seed
+# a third kind of run: TRL trains on the completions that nanogrpo has sampled with the same seed
 REPLAYED = "TRL, our completions"
 
 
@@ -50,7 +50,7 @@ def parser(bench: str, doc: str, threads: bool = True, **numbers) -> argparse.Ar
     """Return the parser of `python -m bench.<bench>`, with the option --out and, if `threads` is
     true, the option --threads.
 
-    numbers: further options as name=(default, help), such as
+    `numbers` contains further options as name=(default, help), such as
     `prompt_length=(32, "tokens per prompt")`.
     """
     if threads:
@@ -72,8 +72,8 @@ def parser(bench: str, doc: str, threads: bool = True, **numbers) -> argparse.Ar
 
 
 def place_of(folder: Path, path: str) -> Path:
-    """Return where a plot or page belongs: at `path` in the repository if the results are written
-    to bench/results, and otherwise in the folder of the results.
+    """Return where to write a plot or page: to `path` in the repository if the results are written
+    to bench/results, and otherwise to the folder of the results.
     """
     return ROOT / path if folder == RESULTS else folder / Path(path).name
 
@@ -243,7 +243,7 @@ def machine() -> dict:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        # a load above the number of threads shows that other programs were running
+        # a load above the number of threads means that other programs were running
         "load_average": round(os.getloadavg()[0], 2),
         "versions": versions,
         **checkout(),
@@ -266,7 +266,7 @@ def record(
 ) -> dict:
     """Return the record of one side in one case.
 
-    figures: the other values to record, such as tokens per second, shapes and settings.
+    `figures` contains the other values to record, such as tokens per second, shapes and settings.
     """
     times = timing and {
         "seconds_median": timing.median,
@@ -342,7 +342,7 @@ def table(title: str, columns: Sequence[str], lines: Sequence[Sequence[object]])
     for line in lines:
         out.add_row(*map(show, line))
     console = Console()
-    # in a log file, which has no width, each row must fit on one line
+    # a log file has no width, but each row of a table must fit on one line
     console.width = max(console.width, 150)
     console.print(out)
 

@@ -23,8 +23,8 @@ ALL_REDUCE = 1e-5  # seconds of an all-reduce between the GPUs of a vLLM server
 
 
 class Layer(NamedTuple):
-    """The number of operations in one decoder layer, and the bytes per token that they read and
-    write. The bytes that matrix products and attention move are not included.
+    """The number of operations in one decoder layer, and the bytes per token that these operations
+    read and write. The bytes that matrix products and attention move are not included.
     """
 
     decode: int  # operations of a decode step with more than 64 rows
@@ -42,12 +42,12 @@ class Device(NamedTuple):
     bandwidth: float  # bytes/s of its memory
     loss: float  # seconds per logit to compute loss and gradient
     draw: float  # seconds per logit to sample a token
-    launch: float  # least seconds that an operation of a decode step takes
+    launch: float  # minimum number of seconds that an operation of a decode step takes
     host: float  # seconds that the host needs to launch an operation in training
     token: float  # seconds that the host spends on a sampled token
     decode: float  # FLOP/s of the matrix products of a decode step
-    weights: float  # bytes/s when a decode step reads weights
-    cache: float  # bytes/s when a decode step reads keys and values
+    weights: float  # bytes/s at which a decode step reads weights
+    cache: float  # bytes/s at which a decode step reads keys and values
     memory: int  # bytes
     link: float = math.inf  # bytes/s between GPUs of a machine, in each direction
     network: float = math.inf  # bytes/s per GPU between machines, in each direction
@@ -82,12 +82,12 @@ def _gpu(tflops: float, tb: float, gib: int, link: float, network: float) -> Dev
     )
 
 
-# From NVIDIA's data sheets, except L4, A10G, 3090, 5090, A6000 and RTX-PRO-6000, whose numbers have
-# not been checked against data sheets. Memory sizes are in GiB. An L40S has 48 GiB, of which ECC
-# takes 3 GiB.
-# Each GPU has one network adapter. Its speed is 400 Gbit/s in machines with H100, H200 or B200, 200
-# Gbit/s with A100, 100 Gbit/s with L40S, and 10 Gbit/s with other GPUs. A T4 or a V100 has no
-# bfloat16, so a run needs a newer GPU.
+# Most of these numbers come from NVIDIA's data sheets.
+# The numbers of L4, A10G, 3090, 5090, A6000 and RTX-PRO-6000 have not been checked against them.
+# Memory sizes are in GiB. An L40S has 48 GiB, but its ECC takes 3 GiB.
+# Each GPU has one network adapter. The speed of an adapter in Gbit/s is
+# 400 for H100, H200 and B200, 200 for A100, 100 for L40S, and 10 for other GPUs.
+# A T4 or a V100 has no bfloat16, so a run needs a newer GPU.
 GPUS = {
     "L4": _gpu(121, 0.3, 23, 32, 1.25),
     "A10G": _gpu(70, 0.6, 23, 32, 1.25),
@@ -155,7 +155,7 @@ def lengths(count: int, mean: float, longest: int) -> list[int]:
         scale = (low + high) / 2
         found = (scale * quantiles).round().clip(1, longest).astype(int)
         low, high = (scale, high) if found.sum() < mean * count else (low, scale)
-    # A new order mixes long and short completions.
+    # Shuffling mixes long and short completions.
     return found[np.arange(count) * 7919 % count if count % 7919 else ...].tolist()
 
 
@@ -175,8 +175,8 @@ class Weights(NamedTuple):
 
 
 def layer(c: ModelConfig, d: Device) -> Layer:
-    """Return the operations of a layer. Each Triton kernel reads and writes its tensors once. The
-    backward pass moves about twice as many bytes as the forward pass.
+    """Return the operations of a layer. A Triton kernel reads and writes each of its tensors once.
+    The backward pass moves about twice as many bytes as the forward pass.
     """
     heads = c.num_attention_heads + c.num_key_value_heads
     moved = d.item * (9 * c.hidden_size + 2 * heads * c.head_dim + 3 * c.intermediate_size)
@@ -203,10 +203,11 @@ def train(
 ) -> float:
     """Return how many seconds it takes to train on a step's completions.
 
-    budget: tokens of a micro-batch. checkpointing: --gradient-checkpointing. adapters: the number
-    of LoRA weights, or 0 if all weights are trained. updates: optimizer steps per iteration.
-    iterations: passes over the step's completions. scored: extra forward passes, for old or
-    reference log-probs. reduces_each: whether gradients are reduced after each micro-batch.
+    `budget` is the number of tokens of a micro-batch. `checkpointing` is --gradient-checkpointing.
+    `adapters` is the number of LoRA weights, or 0 if all weights are trained. `updates` is the
+    number of optimizer steps per iteration. `iterations` is the number of passes over the step's
+    completions. `scored` is the number of extra forward passes, for old or reference log-probs.
+    `reduces_each` says whether gradients are reduced after each micro-batch.
     """
     w, ops, E = Weights.of(c), layer(c, d), c.num_attention_heads * c.head_dim
     n = adapters or w.total
@@ -215,7 +216,7 @@ def train(
     tokens = kept * sum(work.prompts) + trained
     pairs = kept * sum(work.pairs)
     micro = updates * math.ceil(tokens / updates / gpus / budget)
-    # The counts below are numbers of forward passes. Frozen weights need no weight gradients.
+    # The counts below are in units of one forward pass. Frozen weights need no weight gradients.
     again = iterations * (checkpointing != "none")  # recomputations of cheap operations
     all_again = iterations * (checkpointing == "full")  # recomputations of products and attention
     forwards, gradients = iterations + scored, iterations * (1 if adapters else 2)
@@ -255,7 +256,8 @@ def decode_step(c: ModelConfig, d: Device, gpus: int = 1) -> Callable[[float, fl
     """Return a function that predicts the seconds of a decode step. The returned function takes the
     number of rows and the total number of cached keys.
 
-    gpus: the number of GPUs per server. Every matrix product is split over these GPUs.
+    `gpus` is the number of GPUs per server. Every matrix product is split over the GPUs of the
+    server.
     """
     w, ops = Weights.of(c), layer(c, d)
     weights = w.layers * w.block + w.head
@@ -276,7 +278,7 @@ def decode_step(c: ModelConfig, d: Device, gpus: int = 1) -> Callable[[float, fl
 def sample(c: ModelConfig, work: Work, d: Device, slots: int, gpus: int = 1) -> float:
     """Return how many seconds one engine takes to sample. The engine processes each prompt once per
     group, and then runs decode steps with up to `slots` rows. A waiting completion replaces a
-    finished row immediately. gpus: see `decode_step`.
+    finished row immediately. `gpus` is as in `decode_step`.
     """
     w, ops, E = Weights.of(c), layer(c, d), c.num_attention_heads * c.head_dim
     prompts = 2 * w.layers * w.block / d.flops + w.layers * ops.forward_bytes / d.bandwidth
@@ -305,8 +307,8 @@ def sync(
     """Return how many seconds it takes to copy the weights to the engine.
 
     The local engine has a copy of the weights on each GPU. With vLLM, rank 0 sends the weights to
-    all servers at the same time, and each server then copies them once within its memory. near:
-    servers on the machine of rank 0. far: servers on other machines.
+    all servers at the same time, and each server then copies them once within its memory. `near` is
+    the number of servers on the machine of rank 0, and `far` on other machines.
     """
     size = d.item * Weights.of(c).total
     gather = size * (trainers - 1) / trainers / ring(d, trainers, per_node)

@@ -48,8 +48,8 @@ from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.model.tokenizer import Tokenizer
 
-# The value of channel 0 in every hidden state. This value is so large that, after a norm, channel 0
-# hardly depends on the other channels.
+# The value of channel 0 in every hidden state.
+# It is so large that, after a norm, channel 0 hardly depends on the other channels.
 STEADY = 30.0
 NO_VLLM = (
     "its client syncs weights to a server only over NCCL, which needs a CUDA device"
@@ -73,8 +73,8 @@ def ending_model(cfg: ModelConfig, stop: int, probability: float) -> Decoder:
     """Return a random decoder that samples token `stop` with this probability at every position.
 
     Channel 0 of the residual stream has the value STEADY for every token, and no layer writes to
-    it. The head uses channel 0 only for the logit of `stop`, so this logit is constant. The other
-    logits are small, so their exponentials sum to about V - 1.
+    it. The output head reads channel 0 only for the logit of `stop`, so this logit is constant. The
+    other logits are small, so their exponentials sum to about V - 1.
     """
     model = Decoder(cfg)
     model.model.embed_tokens.weight[:, 0] = STEADY

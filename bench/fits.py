@@ -5,8 +5,8 @@ model and GPU.
 
 In: nothing. The models have shapes but no weights, so this command needs no GPU. Out: one Markdown
 table for each training command. `memory.choose` chooses the settings, and `memory.table` predicts
-the memory in bytes. The free memory of a GPU is taken as its nominal memory minus 1 GiB for CUDA
-itself. Read next: nanogrpo/extras/memory.py.
+the memory in bytes. The tables assume that a GPU has its nominal memory free, except for 1 GiB for
+CUDA. Read next: nanogrpo/extras/memory.py.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def gpus(size: int) -> World:
 
 
 def inputs(shape: Decoder, world: World, longest: int = PROMPT) -> Any:
-    """Return the parts of a run that the memory estimate reads."""
+    """Return an object with only those parts of a run that the memory estimate reads."""
     return predict.inputs(shape, world, longest)
 
 

@@ -31,7 +31,7 @@ from bench import common, readme
 
 LIMIT = 600  # seconds per stage
 # Files with tests marked `gpu`, and files whose kernels are compiled on a GPU, and not interpreted.
-# They need torch, Triton, transformers, peft and hypothesis, but no other trainer and no server.
+# These tests need torch, Triton, transformers, peft and hypothesis, but neither TRL nor vLLM.
 TESTS = (
     *("tests/gpu", "tests/kernels/test_gpu.py", "tests/kernels/test_log_softmax.py"),
     *("tests/kernels/test_policy.py", "tests/kernels/test_paged.py", "tests/engine/test_local.py"),
@@ -81,7 +81,7 @@ def run(stage: str, out: Path, limit: float = LIMIT) -> dict:
     The output is written to OUT/gpu_<stage>.log.
     """
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    env.pop("TRITON_INTERPRET", None)  # With this variable, Triton would interpret the kernels.
+    env.pop("TRITON_INTERPRET", None)  # would turn on Triton's interpreter
     # On several GPUs, TRL's trainer would split its batches.
     env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     began, status = time.perf_counter(), "passed"

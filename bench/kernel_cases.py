@@ -30,8 +30,8 @@ from nanogrpo.model.dispatch import functions_for
 EPSILON, TEMPERATURE = 0.2, 0.7
 CLIP = Clip(EPSILON, EPSILON)
 OPERATIONS = ("logits", "head", "nf4", "decoder", "lora")  # kinds of operations
-# The first ROWS rows of the first sequence are compared with float64, because every side computes
-# them.
+# Only rows that every side computes can be compared with float64.
+# These are the first ROWS rows of the first sequence.
 ROWS = 15
 
 Results = dict[str, Tensor]  # results by name
@@ -39,9 +39,9 @@ Results = dict[str, Tensor]  # results by name
 
 @dataclass
 class Case:
-    """One operation at one shape, with its inputs, its sides, and float64 results for comparison. A
-    side is a function that takes the inputs and returns a dict of results. `truth` returns the
-    first rows of some of these results in float64.
+    """An operation with inputs of one shape, its sides, and float64 results for comparison. A side
+    is a function that takes the inputs and returns a dict of results. `truth` returns the first
+    rows of some of these results in float64.
     """
 
     name: str

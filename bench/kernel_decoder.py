@@ -46,8 +46,8 @@ def _fused(name: str) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def _both_ways(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., dict[str, Tensor]]:
-    """Return a side that computes the function and its gradients. The results of the function also
-    serve as its upstream gradients, because they have the right shapes.
+    """Return a side that computes the function and its gradients. The results of the function are
+    also used as its upstream gradients, because they have the right shapes.
     """
 
     def side(**inputs: Tensor) -> dict[str, Tensor]:

@@ -4,8 +4,9 @@ bitsandbytes, called as documented.
 In: a device. Out: sides by name. Each implementation, called a side, takes the inputs of a case and
 returns a dict of results. If a library cannot run here, the side is a string with the reason. The N
 tokens of a case are divided into eight sequences, because some libraries expect sequences. quack
-and cut-cross-entropy have no temperature, so they get hidden states that are divided by it. They
-are not measured on operations that start with logits. Read next: kernel_cases.py.
+and cut-cross-entropy have no temperature, so they get hidden states that are divided by it.
+Operations that start with logits are not measured for these two libraries. Read next:
+kernel_cases.py.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from nanogrpo.extras.lora import nf4_reference
 Sides = dict[str, "Callable[..., dict[str, Tensor]] | str"]
 PACKAGES = (
     *("trl", "liger-kernel", "quack-kernels", "cut-cross-entropy", "bitsandbytes"),
-    "nvidia-cutlass-dsl",  # which the Hopper kernels of Liger and quack are written in
+    "nvidia-cutlass-dsl",  # the Hopper kernels of Liger and quack are written in CuTe
 )
 
 
@@ -91,7 +92,8 @@ def log_softmax(device: str, temperature: float) -> Sides:
     def liger(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
         from liger_kernel.ops.grpo_loss import fused_selective_log_softmax
 
-        # Liger does not score the last position of a sequence. All rows are passed as one sequence.
+        # Liger does not score the last position of a sequence.
+        # All rows are passed to Liger as one sequence.
         logp = fused_selective_log_softmax(logits[None], targets[None, :-1], temperature)
         return {"logp": logp.flatten()}
 

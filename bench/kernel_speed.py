@@ -11,11 +11,11 @@ number of launches, the error relative to float64, and the floor, a lower bound 
 
 Each round runs all sides. Before each call, the logits are restored and the L2 cache is
 overwritten. On the GPU, this preparation takes about a millisecond, which is not timed. During the
-untimed preparation, the host already launches the first kernels, so the time of a short operation
-does not include waiting for the host. Times are measured with CUDA events. The tables show the
-median, the fastest and the slowest time. The floors are computed from the measured speeds of a copy
-and of a matrix product. If a library fails or is not installed, the table gives the reason. Read
-next: kernel_cases.py, which defines the operations and their sides.
+preparation, the host already launches the first kernels. So the time of a short operation does not
+include the time to launch it. Times are measured with CUDA events. The tables show the median, the
+fastest and the slowest time. The floors are computed from the measured speeds of a copy and of a
+matrix product. If a library fails or is not installed, the table gives the reason. Read next:
+kernel_cases.py, which defines the operations and their sides.
 """
 
 from __future__ import annotations
@@ -151,8 +151,9 @@ def chosen(device: str, small: bool, operations: Sequence[str]) -> list[Callable
 
 
 def check(device: str, operations: Sequence[str]) -> int:
-    """Run every side on small shapes and print its errors. Return 1 if nanogrpo's are too large. If
-    a library fails, for example because it supports only other shapes, the table gives the reason.
+    """Run every side on small shapes and print its errors. Return 1 if the errors of nanogrpo are
+    too large. If a library fails, for example because it supports only other shapes, the table
+    gives the reason.
     """
     wrong, lines = 0, []
     for make in chosen(device, True, operations):

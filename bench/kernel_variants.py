@@ -2,9 +2,10 @@
 
     TRITON_INTERPRET=0 python -m bench.kernel_variants
 
-In: nothing. Out: the number of variants of each kernel. Triton compiles a kernel again for each new
-combination of dtypes, of None, of integers that are 1 or divisible by 16, and of pointers that are
-divisible by 16. Each compilation stops a run for seconds. Read next: kernel_speed.py.
+In: nothing. Out: the number of variants of each kernel. Triton compiles a new variant of a kernel
+if the kind of an argument changes: its dtype, whether it is None, whether an integer is 1 or
+divisible by 16, or whether a pointer is divisible by 16. Each compilation interrupts a run for
+several seconds. Read next: kernel_speed.py.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ option is tuned for a single row. Within an experiment, all rows have the same l
 the on-policy row of the tiny model.
 
 Several runs execute in parallel. A record is written when its run ends. A run that has a record is
-not repeated, so an interrupted benchmark can be continued. Rows with the same options use the same
-runs. Read next: docs/objectives.md, nanogrpo/extras/objectives.py.
+not repeated, so an interrupted benchmark can be continued. If two rows have the same options, both
+rows use the same runs. Read next: docs/objectives.md, nanogrpo/extras/objectives.py.
 """
 
 from __future__ import annotations
@@ -502,8 +502,8 @@ def main(argv: Sequence[str]) -> list[dict]:
 
 
 def measure(args: argparse.Namespace, records: list[dict], argv: Sequence[str]) -> None:
-    """Do all runs that have no record yet, and add their records."""
-    wanted = {  # a dict, because several experiments may have the same row
+    """Perform all runs that have no record yet, and add their records."""
+    wanted = {  # a dict removes duplicates, because several experiments may have the same row
         (command(name, case), seed): args.tiny_base if name == "tiny" else args.base
         for seed in range(args.seeds)
         for name in args.experiments or EXPERIMENTS

@@ -7,9 +7,9 @@ SmolLM2-135M. Out: results/plan.json, with the predicted and the measured second
 prediction uses the same lengths.
 
 The prediction uses the formulas of bench/cost.py with the speeds of the CPU. Each speed is measured
-on operations with the same shapes and numbers of rows as in the model. The weights in a measurement
-fit into the CPU's cache only if the weights of the model fit, too. No constant is fitted. Read
-next: bench/cost.py.
+on operations with the same shapes and numbers of rows as in the model. In a measurement, the
+weights are in the CPU's cache only if this is also the case in the model. No constant is fitted.
+Read next: bench/cost.py.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def training(c: ModelConfig, samples: list[Sample], layer: cost.Layer) -> dict[s
         "flops": flops,
         "attention": 14 * c.num_attention_heads * E * pairs / seconds_of_attention,
         "bandwidth": T * (layer.forward_bytes + layer.backward_bytes) / rest,
-        # without the three matrix products, which are counted separately
+        # the three matrix products are left out here, because they are counted separately
         "loss": max(head / (M * V) - 6 * D / flops, 1e-15),
     }
 
@@ -160,7 +160,7 @@ def decoding(c: ModelConfig, samples: list[Sample]) -> dict[str, float]:
     K, E, V, L = c.num_key_value_heads, c.head_dim, c.vocab_size, c.num_hidden_layers
     longest = max(len(s.token_ids) for s in samples)
     rows = max(1, round(sum(len(s.token_ids) for s in samples) / longest))  # on average
-    # Each layer gets its own matrices. Shared ones could stay in the cache, unlike a large model's.
+    # Each layer gets its own matrices, so the cache cannot hold more of them than in the model.
     whole = [*shapes(c) * L, (c.hidden_size, V)]
     steps = [(linear.packed(rand(o, i), None, len(samples)), i) for i, o in whole]
 

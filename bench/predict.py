@@ -116,8 +116,8 @@ def inputs(model: Decoder, world: World, longest_prompt: int) -> Any:
 
 
 def shape_of(name: str, four_bits: bool = False) -> Decoder:
-    """Return the model without weights, on the meta device. four_bits: whether the matrices are
-    stored in four bits.
+    """Return the model without weights, on the meta device. `four_bits` says whether the matrices
+    are stored in four bits.
     """
     if name not in QWEN3:
         lora = {"lora_r": 1, "load_in_4bit": True} if four_bits else {}
@@ -130,8 +130,8 @@ def shape_of(name: str, four_bits: bool = False) -> Decoder:
 
 
 def on_disk(model: Decoder, cfg: Config) -> int:
-    """Return the size of a checkpoint in bytes. A checkpoint has all weights. For each
-    trained weight, it also has a float32 copy and two moments of the optimizer.
+    """Return the size of a checkpoint in bytes. A checkpoint has all weights. For each trained
+    weight, a checkpoint also contains a float32 copy and two moments of the optimizer.
     """
     trained, n = weights.sizes(model)
     moments = 2.05 if cfg.optim == "adamw_torch_8bit" else 8
@@ -319,7 +319,7 @@ def checked(args: argparse.Namespace, cfg: Config) -> argparse.Namespace:
 
 
 def assumptions(best: Layout, args: argparse.Namespace) -> str:
-    """Return what the prediction assumes, and how long the fastest run takes."""
+    """Return the assumptions of the prediction, and the duration of the fastest run."""
     cfg, P = best.cfg, best.cfg.prompts_per_step
     whole = f"{cfg.max_steps:,} steps take {progress.duration(best.total * cfg.max_steps)}"
     likeness = "" if args.like == args.gpu else f"; a GPU as fast as {args.like}"
@@ -335,7 +335,7 @@ def assumptions(best: Layout, args: argparse.Namespace) -> str:
 
 def report(found: list[Layout], args: argparse.Namespace, words: list[str], disk: int) -> None:
     """Print the layouts, fastest first, then the assumptions, the memory and the commands of the
-    fastest layout. disk: the size of a checkpoint in bytes.
+    fastest layout. `disk` is the size of a checkpoint in bytes.
     """
     best = found[0]
     table = Table(

@@ -11,9 +11,9 @@ weights are in float32. trl_run.py contains the settings that exist only in TRL:
 TRL's fused head, fused AdamW, and two micro-batches. In all runs, the same engine answers the
 held-out problems with greedy decoding. These evaluations are not timed. nanogrpo and TRL run
 alternately, each run in a separate process. A record is written when its run ends, and a run that
-has a record is not repeated. So an interrupted benchmark can be continued. A run of TRL takes
-longer, so by default TRL runs with the first seed only, for 8 steps (--trl-seeds, --trl-steps). The
-learning rate is constant, so the 8 steps are also the first 8 steps of a longer run.
+has a record is not repeated. So an interrupted benchmark can be continued. TRL takes longer, so by
+default, it is run only with the first seed and for 8 steps (--trl-seeds, --trl-steps). The learning
+rate is constant, so the 8 steps are also the first 8 steps of a longer run.
 
 With --profile, this command instead runs a few steps of nanogrpo. This mode compares the FLOP per
 second of the steps with the speed of the model's matrix products in the same process:
@@ -21,9 +21,9 @@ second of the steps with the speed of the model's matrix products in the same pr
     training FLOP = 6·N·T + 6·V·D·M + 12·L·H·E·pairs        (see step_large.py for the letters)
     sampling FLOP = 2·N·S + 2·V·D·C + 4·L·H·E·pairs
 
-C is the number of sampled tokens. S is C plus the number of prompt tokens, where the prompt of a
-group counts once. The peak is the speed of the fastest matrix product of the model, with the
-maximum number of rows of a training step. Read next: runs.py, learning.py.
+C is the number of sampled tokens. S is C plus the number of prompt tokens. The prompt of a group is
+counted once. The peak is the speed of the fastest matrix product of the model, with the maximum
+number of rows of a training step. Read next: runs.py, learning.py.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ In: a side (common.SIDES or common.REPLAYED) and a `Config`. Out: a dict with th
 and rewards of each step, the held-out accuracy at each evaluation, and the peak memory. For both
 trainers, the clock runs from the start of the first step to the end of the last update, including
 logging. The clock is paused during evaluations, for which both trainers use the same engine and
-rewards. Creating the model, the optimizer and the data is not timed.
+rewards. The time to create the model, the optimizer and the data is not measured.
 
     found = run("TRL", Config(model="runs/base", data=("arithmetic",), …), threads=2)
 
@@ -66,7 +66,7 @@ def run(side: str, cfg: Config, threads: int, micro: int = 1) -> dict:
 
 
 def parser(bench: str, doc: str, base: Path, **numbers) -> argparse.ArgumentParser:
-    """Return `common.parser` with more options. base: the default of the option --base."""
+    """Return `common.parser` with more options. `base` is the default of the option --base."""
     out = common.parser(bench, doc, **numbers)
     text = f"the model, made if it is missing (default {base.relative_to(common.ROOT)})"
     out.add_argument("--base", type=Path, default=base, help=text)
@@ -191,7 +191,7 @@ def arguments(cfg: Config) -> list[str]:
 def ours(cfg: Config, sampled: list[list[Sample]] | None = None) -> dict:
     """Run train.py's own loop and measure its steps.
 
-    sampled: a list to which the samples of each step are appended.
+    The samples of each step are appended to the list `sampled`.
     """
     import train
     from nanogrpo import step as step_module
@@ -247,7 +247,7 @@ def ours(cfg: Config, sampled: list[list[Sample]] | None = None) -> dict:
 def theirs(cfg: Config, sampled: list[list[Sample]] | None = None, micro: int = 1) -> dict:
     """Run TRL's trainer, with a callback that measures time and evaluates.
 
-    sampled: one list of samples per step. If `sampled` is given, TRL trains on these samples
+    `sampled` has one list of samples per step. If `sampled` is given, TRL trains on these samples
     instead of its own. The model is then saved in cfg.output_dir.
     """
     import transformers
@@ -326,7 +326,7 @@ def rollout(samples: list[Sample], texts: list[str]) -> dict:
     """Return completions that nanogrpo has sampled, in the form that TRL expects from
     `rollout_func`.
 
-    texts: the prompts of TRL's step, which must be the prompts of the samples.
+    `texts` are the prompts of TRL's step, which must be the prompts of the samples.
     """
     if [s.prompt.text for s in samples] != texts:
         raise RuntimeError("the two sides draw different prompts")
@@ -339,10 +339,10 @@ def rollout(samples: list[Sample], texts: list[str]) -> dict:
 
 def replayed(cfg: Config) -> dict:
     """Run nanogrpo, then TRL on the completions that nanogrpo sampled, with one update per
-    generation. Return TRL's measurements with two additions. The first is "ours", the held-out
-    accuracies of nanogrpo. The second is "weights_apart", the distance between the two final models
-    divided by the distance between nanogrpo's final model and the base model (Euclidean norms over
-    all weights).
+    generation. Return TRL's measurements with two additions. The first addition is "ours", the
+    held-out accuracies of nanogrpo. The second addition is "weights_apart": the distance between
+    the two final models, divided by the distance between nanogrpo's final model and the base model
+    (Euclidean norms over all weights).
     """
     sampled: list[list[Sample]] = []
     folder = f"{cfg.output_dir}/ours"
@@ -371,7 +371,7 @@ def main(argv: list[str]) -> int:
     cfg = Config(**json.loads((folder / "options.json").read_text()))
     cfg = dataclasses.replace(cfg, output_dir=str(folder / "output"))
     if side == "nanogrpo":
-        import train  # noqa: F401 (imported before memory is counted)
+        import train  # noqa: F401 (an early import)
     else:
         import bench.trl_run  # noqa: F401
     torch.manual_seed(cfg.seed)

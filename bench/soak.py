@@ -1,6 +1,6 @@
 """Does training survive 200 random faults without losing or changing any result? Each run of the
 tiny task is hit by one fault at a random moment, and is resumed until it is done. The result must
-then equal that of the same run without a fault.
+then equal the result of the same run without a fault.
 
 In: --faults, --seed. Out: results/soak.json with one record, and one printed line per violation.
 
@@ -12,7 +12,7 @@ benchmark checks:
   fault deletes the folder, earlier rows may be missing, but a message must name the missing rows.
   If the fault kills the reward process during a call, the rewards of one step are lost
   (docs/rewards.md): the rows are compared up to this step, and the weights are not compared.
-* Weights: the last checkpoint is byte-identical to the one without the fault.
+* Weights: the last checkpoint is byte for byte the same as without the fault.
 * Errors: a rank that was not killed prints one sentence and no traceback.
 * Processes: half a minute after the run ends, none of its processes is alive. If torchrun is
   killed, the limit is 90 seconds.

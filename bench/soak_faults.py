@@ -147,8 +147,7 @@ class Run:
 
     def settle(self) -> None:
         """Wait until no process of the run is alive."""
-        # If torchrun is killed while the ranks import torch or look for each other, the ranks first
-        # wait for --ddp-timeout.
+        # If torchrun is killed while the ranks start, the ranks first wait for --ddp-timeout.
         killed = self.torchrun is not None and self.torchrun.returncode == -signal.SIGKILL
         deadline = time.monotonic() + (90.0 if killed else self.patience)
         while left := self.commands():
@@ -312,8 +311,8 @@ def sends(who: str, *numbers: int) -> Strike:
 
 
 def suspends(who: str, hang: float = 0.0) -> Strike:
-    """Return a fault that suspends one process of a kind, for a time shorter or longer than the
-    timeouts. hang: the longer time in seconds, or 0 for the mode's `hang`.
+    """Return a fault that suspends one process of a kind. The time is shorter or longer than the
+    timeouts. `hang` is the longer time in seconds, or 0 for the mode's `hang`.
     """
 
     def strike(run: Run, rng: random.Random):

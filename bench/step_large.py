@@ -109,9 +109,9 @@ SETTINGS = {
 
 
 def forward_flops(c: ModelConfig, tokens: int, rows: int, pairs: float) -> float:
-    """Return the FLOP of a forward pass: a third of those of a training step.
+    """Return the FLOP of a forward pass, which are a third of the FLOP of a training step.
 
-    rows: the number of hidden states that the head processes.
+    `rows` is the number of hidden states that the head processes.
     """
     w = Weights.of(c)
     products = w.layers * w.block * tokens + w.head * rows
@@ -141,8 +141,9 @@ def peak_flops(device: str | None) -> float | None:
 
 
 def write_model(shape: ModelConfig, folder: Path, device: str) -> None:
-    """Write random bfloat16 weights. The weights are created on the device, which is faster. The
-    allocator reads its setting when it is first used, so it gets that of runs here.
+    """Write random bfloat16 weights. The weights are created directly on the device, which is
+    faster. The allocator reads its setting when it is first used. So the setting of runs is set
+    before that.
     """
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     tokenizer = warmup.write_tokenizer(folder)
@@ -206,7 +207,7 @@ def measure(
     argv: Sequence[str],
     **options,
 ) -> list[dict]:
-    """Return the records of a model, and write them after each side. options: more fields of
+    """Return the records of a model, and write them after each side. `options` are more fields of
     `Config`.
     """
     cfg, samples = options_of(case, **options)

@@ -37,7 +37,7 @@ def child(case: str, side: str, folder: Path, args: argparse.Namespace) -> dict:
     """Train two steps in this process with one side, starting from the model in `folder`."""
     torch.set_num_threads(args.threads)
     if "TRL" in side:
-        import bench.trl_run  # noqa: F401 (imported before memory is counted)
+        import bench.trl_run  # noqa: F401 (an early import)
     cfg, samples = options_of(CASES[case], args.scale)
     runs.reset_peak()
     before = runs.memory()["now"]

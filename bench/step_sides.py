@@ -122,7 +122,7 @@ class Ours:
             batches = strips(samples, self.cfg, self.model.cfg.pair_cost, self.world.device)
             self.micro = len(batches)
         for i in range(self.micro):
-            with self.clock("pack"):  # while a GPU trains on the strip before
+            with self.clock("pack"):  # while a GPU trains on the previous strip
                 batch = batches[i]
             with self.clock("forward"):  # also computes the gradients of the head
                 loss = self.model.forward_strip(batch, grpo.objective(batch, self.cfg)).loss
@@ -250,9 +250,9 @@ class TrlAsync(Trl):
     """TRL's AsyncGRPOTrainer on the same completions: its packing without padding, in which a
     prompt is computed once for its group, its `compute_loss` and its optimizer.
 
-    Its attention downloads FlashAttention 3, so `varlen_attention` replaces it. A row has at most
-    as many tokens as a strip of nanogrpo. TRL computes the mean over the tokens of each row, and
-    then the mean over rows. Here, the sum of each row is divided by the number of tokens in all
+    TRL's attention would download FlashAttention 3, so `varlen_attention` replaces it. A row has at
+    most as many tokens as a strip of nanogrpo. TRL computes the mean over the tokens of each row,
+    and then the mean over rows. Here, the sum of each row is divided by the number of tokens in all
     rows, so that the gradient is the same as nanogrpo's. The loss needs the log-probs of the
     completions, which are computed before the first step.
     """
@@ -263,7 +263,7 @@ class TrlAsync(Trl):
         from trl.experimental.async_grpo import packing
 
         packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention)
-        theirs.get_peak_flops_per_device = lambda *_: None  # which asks for the name of the GPU
+        theirs.get_peak_flops_per_device = lambda *_: None  # asks for the GPU's name
         args = theirs.AsyncGRPOConfig(
             output_dir=tempfile.mkdtemp(),
             use_cpu=cfg.device == "cpu",

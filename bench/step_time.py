@@ -93,7 +93,7 @@ def measure(case: str, args: argparse.Namespace, argv: Sequence[str]) -> list[di
     """Return the records of one case."""
     names = ["nanogrpo"] if args.alone else list(SIDES)
     if case in LENGTHS | VOCABULARIES and not args.alone:
-        # copies are not informative in these cases
+        # in these cases, a run with copies of the prompts shows nothing new
         names = ["nanogrpo", "TRL"]
     with tempfile.TemporaryDirectory() as where:
         shape = write_model(CASES[case], Path(where), args)
@@ -114,7 +114,7 @@ def measure(case: str, args: argparse.Namespace, argv: Sequence[str]) -> list[di
             "group": cfg.num_generations,
             "tokens_per_second": tokens / timing.median,
             "computed_tokens": sides[name].computed(samples),
-            # the clock also counted the untimed warm-up round
+            # the clock also counted the warm-up round, which is not a step
             "phases": {phase: s / (args.repeats + 1) for phase, s in seconds.items()},
             "speedup_over_trl": None if args.alone else timings["TRL"].median / timing.median,
             "gradient_norm": norms[name],

@@ -107,7 +107,7 @@ def blockless(args: Sequence[object], kwargs: dict) -> bool:
 
 # --- the host, on any machine ---
 
-KINDS = ("unsharded", "one GPU", "FSDP2")  # the last one opens a process group
+KINDS = ("unsharded", "one GPU", "FSDP2")  # the last kind of model opens a process group
 
 
 @contextlib.contextmanager
@@ -139,7 +139,7 @@ def write_model(folder: Path) -> None:
 
 
 class Rows(torch.autograd.Function):
-    """A kernel with the shapes of attention."""
+    """A kernel whose inputs and outputs have the shapes of attention."""
 
     @staticmethod
     def forward(ctx, q, k, v):
@@ -162,7 +162,8 @@ def count(kind: str) -> Host:
 
 
 def stub(*_: object) -> Callable[..., Tensor]:
-    """Return a stand-in for attention that launches one kernel, and does not wait."""
+    """Return a function that takes the place of attention, launches one kernel, and does not
+    wait."""
     return lambda q, k, v, strip: Rows.apply(q, k, v)
 
 
@@ -209,9 +210,9 @@ def of_host(repeats: int, argv: Sequence[str]) -> list[dict]:
 
 # --- the GPU ---
 
-# The first pattern that matches a kernel's name gives its class. A Triton kernel has the name of
-# its function, so with NANOGRPO_ATTENTION=triton, the forward pass of attention is in the class
-# element-wise.
+# The first pattern that matches a kernel's name gives its class.
+# A Triton kernel has the name of its function.
+# So with NANOGRPO_ATTENTION=triton, the forward pass of attention is in the class element-wise.
 CLASSES = {
     "attention": r"flash|fmha|attention|attend|^queries_kernel|^keys_kernel",
     "head rows": r"^row_kernel|log_softmax",
@@ -225,11 +226,12 @@ CLASSES = {
 IDLE = ("idle: wait", "idle: host", "idle: launch")
 PARTS = re.compile(r"pack|strip \d+|optimizer")  # torch and FSDP2 annotate parts of a step, too
 WAITING = re.compile(r"synchronize|^cudaMemcpy(?!.*Async)", re.IGNORECASE)
-LATENCY = 10.0  # µs; a kernel that was launched this long before starts without a gap
+LATENCY = 10.0  # µs; a kernel that was launched this much earlier starts without a gap
 
 
 class Account(NamedTuple):
-    """Milliseconds of a step, by strip (or phase) and class. Idle classes begin with "idle: "."""
+    """Milliseconds of a step, by strip (or phase) and class. The names of idle classes begin with
+    "idle: "."""
 
     table: dict[str, Counter[str]]
     total: float  # from the first kernel to the end of the last
@@ -266,7 +268,7 @@ def account(events: Sequence[dict]) -> Account:
                     "wait" if any(a < start and free - LATENCY < b for a, b in waits) else "host"
                 )
             table[part][f"idle: {cause}"] += (start - free) / 1e3
-        # of kernels that run at the same time, only the part after the earlier ones counts
+        # if kernels overlap, a kernel counts only from the end of the earlier kernels
         table[part][class_of(kernel["name"])] += max(0.0, end - max(start, free)) / 1e3
         free = max(free, end)
     return Account(dict(table), (free - kernels[0]["ts"]) / 1e3)
@@ -291,7 +293,7 @@ def annotate() -> Callable[[str], contextlib.AbstractContextManager]:
 
 def profiled(step: Callable[[], object]) -> list[dict]:
     """Return the events of a Chrome trace of the step."""
-    with torch.profiler.profile() as profile:  # of the host and, if there is one, of the GPU
+    with torch.profiler.profile() as profile:  # traces the host and the GPU, if any
         step()
         if torch.cuda.is_available():
             torch.cuda.synchronize()

@@ -325,11 +325,11 @@ BENCHES = {
         ],
         "step_time.png",
         notes=lambda records: [
-            "TRL, asynchronous: the AsyncGRPOTrainer of trl.experimental, which packs completions"
-            " without padding and computes a prompt once for its group. Its attention needs"
-            " FlashAttention 3 and so a GPU. On a CPU, torch's attention replaces it, one call per"
-            " segment. Each group has completions with different rewards, so no trainer can leave"
-            " out a group."
+            "The side TRL, asynchronous is the AsyncGRPOTrainer of trl.experimental. It packs"
+            " completions without padding and computes a prompt once for its group. TRL's"
+            " attention needs FlashAttention 3, which needs a GPU. On a CPU, torch's attention is"
+            " used instead, with one call per segment. Each group has completions with different"
+            " rewards, so no trainer can leave out a group."
         ],
     ),
     "step_large": Bench(
@@ -365,7 +365,7 @@ BENCHES = {
     "step_trace": Bench(
         "Where does the time of a training step go? On a GPU, the last column has the milliseconds"
         " by class of kernel, and the time in which the GPU is idle, with its cause. Without a GPU,"
-        " it has the work of the host for a tiny model of 28 layers.",
+        " the last column has the work of the host for a tiny model of 28 layers.",
         ("case", "side", "ms per step", "fastest over unsharded", "account"),
         tables_step.step_trace,
         [
@@ -431,8 +431,8 @@ BENCHES = {
     "attention_speed": Bench(
         "How fast are the backends of attention (`NANOGRPO_ATTENTION`)? The times are for one layer"
         " of Qwen3-0.6B and the three strips of step_large. The FLOP that attention needs are 4·E"
-        " per head and visible pair of query and key in the forward, and 10·E in the backward. The"
-        " errors are compared with float64, and relative to the largest value.",
+        " per head and visible pair of query and key in the forward, and 10·E in the backward. An"
+        " error is the largest difference from float64, divided by the largest value.",
         (
             "case",
             "side",

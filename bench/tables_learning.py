@@ -19,7 +19,7 @@ def mean_std(values: Sequence[float]) -> tuple[float, float]:
 def curve(records: list[dict], name: str) -> tuple[list[int], list[float], list[float]]:
     """Return (finished steps, mean, standard deviation) over the runs.
 
-    name: the name of a list with one value per step, or "held_out".
+    `name` is the name of a list with one value per step, or "held_out".
     """
     if name == "held_out":
         steps = sorted(map(int, records[0][name]))
@@ -109,8 +109,8 @@ def before_and_after(records: list[dict]) -> list[tuple]:
 def real_model(records: list[dict]) -> list[tuple]:
     runs = {side: [r for r in records if r["side"] == side and "held_out" in r] for side in SIDES}
     timed = alternated(records)
-    # TRL runs fewer steps, and the first steps take longer.
-    # So compare only the steps that both trainers ran.
+    # TRL runs fewer steps than nanogrpo, and the first steps take longer.
+    # So only the steps that both trainers ran are compared.
     count = min((r["steps"] for mine in timed.values() for r in mine), default=0)
     first = {side: [s for r in mine for s in r["seconds"][:count]] for side, mine in timed.items()}
     lines = []

@@ -85,7 +85,7 @@ SEVERAL: dict[str, list[tuple]] = {
         "all equal": ([0.1] * 8, [0.7] * 8),
     }.items()
 }
-# The loss types of TRL 1.16. A fork of nanogrpo may have others.
+# The loss types of TRL 1.16. A fork of nanogrpo may have more loss types.
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 OBJECTIVES = {
     "plain": {},
@@ -239,7 +239,7 @@ class Peer(trl.GRPOTrainer):
         prompts = [{"prompt": s.prompt.text} for s in self.samples]
         batch = self._generate_and_score_completions(prompts)
         # TRL divides the number of tokens by the number of updates.
-        # Here, one update has all tokens.
+        # In these cases, one update uses all tokens.
         updates = self.args.steps_per_generation // self.args.gradient_accumulation_steps
         batch["num_items_in_batch"] *= updates
         return batch
@@ -317,7 +317,8 @@ def give_rewards(samples: list[Sample], rewards: list, cfg: Config) -> torch.Ten
 
 
 def advantages_of_both(cfg: Config, rewards: list) -> tuple[dict, dict]:
-    """Return our results and TRL's: "advantages" [8] float64, and metrics of the rewards."""
+    """Return our results and TRL's results: "advantages" [8] float64, and metrics of the
+    rewards."""
     samples = make_samples()
     peer = Peer(
         settings(cfg), samples, rewards, NoModel(), logp={}, reward_weights=cfg.reward_weights
@@ -329,7 +330,7 @@ def advantages_of_both(cfg: Config, rewards: list) -> tuple[dict, dict]:
     for name, (expected, *_) in peer._metrics["train"].items():
         if not name.startswith("reward") and name != "frac_reward_zero_std":
             continue
-        # For a metric without a value, TRL logs NaN, and nanogrpo logs nothing.
+        # If a metric has no value, TRL logs NaN, and nanogrpo logs nothing.
         theirs[name] = expected if expected == expected else 0.0
         ours[name] = row[name] if expected == expected else row.get(name, 0.0)
     return ours, theirs
@@ -393,8 +394,8 @@ def their_batch(peer: Peer, cfg: Config, off_policy: bool) -> dict:
 
 
 def losses_of_both(cfg: Config, off_policy: bool, seed: int) -> tuple[dict, dict]:
-    """Return our results and TRL's: "loss", "gradient", "entropy gradient", and metrics under TRL's
-    names.
+    """Return our results and TRL's results: "loss", "gradient", "entropy gradient", and metrics
+    under TRL's names.
 
     The gradients [8, 12] float64 are with respect to the log-probs and the entropies.
     """

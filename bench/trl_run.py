@@ -1,11 +1,11 @@
 """Build TRL's GRPOTrainer with our options and with the settings that make it fastest.
 
 In: a `Config`, a checkpoint folder, prompts. Out: a trainer that is ready to train. Options that
-TRL also has are passed under the same name. The other settings are the fastest for the models of
-the benchmarks: no gradient checkpointing, the full generation as one micro-batch, sdpa attention,
-TRL's default fused head, and fused AdamW. On a CPU, float32 is used as in nanogrpo. There are no
-data loader workers, no progress bar and no checkpoints. Read next: runs.py, which runs both
-trainers, and trl_peer.py, which uses TRL's code without a trainer.
+exist in TRL are passed to TRL under the same name. The other settings are the fastest for the
+models of the benchmarks: no gradient checkpointing, the full generation as one micro-batch, sdpa
+attention, TRL's default fused head, and fused AdamW. On a CPU, TRL computes in float32, as nanogrpo
+does. There are no data loader workers, no progress bar and no checkpoints. Read next: runs.py,
+which runs both trainers, and trl_peer.py, which uses TRL's code without a trainer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ SAME = (
 
 
 def options(cfg: Config, output_dir: Path, micro: int = 1) -> trl.GRPOConfig:
-    """Return this config as TRL's options. micro: micro-batches per optimizer step."""
+    """Return this config as TRL's options. `micro` is the number of micro-batches per optimizer
+    step."""
     on_gpu = torch.cuda.is_available() and cfg.device != "cpu"
     four = on_gpu and os.environ.get("NANOGRPO_ATTENTION") == "flash4"  # then both trainers use it
     attention = "flash_attention_4" if four else "sdpa"

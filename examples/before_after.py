@@ -5,7 +5,7 @@ side.
 
 In: the model before training, a checkpoint, and a file of problems (word_problems.py). Out:
 before_after.md next to the checkpoint, a table of the problems with both completions. The script
-does not import nanogrpo, so it also shows that a checkpoint is an ordinary Hugging Face model.
+does not import nanogrpo. So it also shows that a checkpoint is an ordinary Hugging Face model.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
     python -m examples.ladder --out roof.png    # the roofline as a picture; needs matplotlib
 
 In: the numbers of rungs. Out: for each rung, its largest errors relative to float64, the bytes that
-it moves, and how often it passes over the logits. The roofline of an H100 comes last.
+it moves, and how often it passes over the logits. After the rungs, the roofline of an H100 is
+printed.
 
 Rungs 1 to 4 run in Triton's interpreter, which makes it possible to count every load and store of a
 kernel. For rung 0 and for matrix products, torch's operations are counted. Times are not measured.
@@ -49,7 +50,7 @@ CLIP = Clip(epsilon=0.2, epsilon_high=0.28)
 
 # For the lower bounds in kernels/README.md: an H100, and the head of Qwen3-0.6B.
 BANDWIDTH, TENSOR_CORES = 2.97e12, 791e12  # bytes and FLOP per second
-# per second: 132 multiprocessors · 4 schedulers · 32 lanes, one instruction per cycle
+# instructions per second: 132 multiprocessors · 4 schedulers · 32 lanes, one per cycle
 INSTRUCTIONS = 132 * 4 * 32 * 1.76e9
 N, V, D = 8192, 151_936, 1024
 FORWARD, GRADIENT = 5, 6  # FLOP per logit, from the docstring of log_softmax.py
@@ -60,7 +61,8 @@ FORWARD, GRADIENT = 5, 6  # FLOP per logit, from the docstring of log_softmax.py
 
 @dataclass
 class Work:
-    """The work of one part of a rung. `cached`: bytes read again by the same program."""
+    """The bytes, FLOP and reductions of one part of a rung. `cached` is the number of bytes that
+    the same program reads again."""
 
     name: str
     read: int = 0
@@ -73,7 +75,8 @@ class Work:
 
     @property
     def moved(self) -> int:
-        """Bytes moved between the GPU and its memory if repeated reads come from the cache."""
+        """The bytes that are moved between the GPU and its memory if repeated reads come from the
+        cache."""
         return self.read - self.cached + self.written
 
 
@@ -108,7 +111,7 @@ def kernels(name: str, logits: Tensor) -> Iterator[Work]:
         return store(self, ptrs, value, mask, *rest)
 
     def reduced(self, input):
-        work.merges += self.axis in (0, None)  # a reduction over axis 1 needs no other lane
+        work.merges += self.axis in (0, None)  # over axis 1, a lane needs no other lane
         return reduce(self, input)
 
     with contextlib.ExitStack() as stack:
@@ -160,7 +163,7 @@ def operations(name: str, logits: Tensor | None = None) -> Iterator[Work]:
 
 
 class Result(NamedTuple):
-    values: dict[str, Tensor]  # log-prob, entropy and gradient, if the rung computes them
+    values: dict[str, Tensor]  # log-prob, entropy, gradient, as far as computed
     work: list[Work]
     notes: list[str]
 
@@ -372,7 +375,7 @@ def points() -> dict[int, tuple[float, float]]:
         flop = FORWARD + (GRADIENT if number != 1 else 0)
         out[number] = (flop / moved, min(flop / moved * BANDWIDTH, INSTRUCTIONS))
     # Bytes of rung 4: the products write the logits once and read their gradients twice.
-    # Between the products, a kernel reads the logits and writes their gradients.
+    # After the first product, a kernel reads the logits and writes their gradients.
     # The head is read twice in bfloat16, and its gradient is written in float32.
     moved = (2 + 2 * 2 + 4) * N * V + (2 * 2 + 4) * V * D
     intensity = 6 * N * V * D / moved
@@ -422,7 +425,7 @@ def draw_roofline(found: dict[int, tuple[float, float]], out: Path) -> None:
     axis.text(0.035, 3e11, "memory: 3.0 TB/s", rotation=29)
     axis.text(2000, INSTRUCTIONS * 1.15, "one instruction per lane and cycle", ha="right")
     axis.text(3, TENSOR_CORES * 0.8, "tensor cores: 791 TFLOP/s")
-    offsets = {1: (-14, 6), 2: (6, -12), 3: (6, -6)}  # rungs 1 to 3 are close together
+    offsets = {1: (-14, 6), 2: (6, -12), 3: (6, -6)}  # keeps the labels of close rungs apart
     for number, (intensity, speed) in found.items():
         axis.plot(intensity, speed, "o", color=f"C{number}", label=_label(number))
         axis.annotate(

@@ -50,7 +50,8 @@ def arrow(axis: Any, start: tuple[float, float], end: tuple[float, float], **sty
 
 
 def lanes() -> Any:
-    """Draw one row of logits. The textbook kernel merges after each block; lanes merge once."""
+    """Draw one row of logits. Draw how the textbook kernel merges after each block, and how lanes
+    merge only once."""
     figure, axis = canvas(9, 4.2)
     blocks, cells, w = 4, 8, 2.0
 

@@ -17,8 +17,8 @@ possible sums are equally likely. A hash of the dice determines the split, so no
 occurs in training or in the warm-up. With --noise, random pixels replace every picture.
 
 The base model is a Qwen3-VL with 0.6 M parameters. The base model first learns to look at the dice
-one by one. Then the base model briefly imitates a lazy student. If the question names one colour,
-this student mostly looks at the picture, and otherwise the student mostly guesses. With GRPO, the
+one by one. Then the base model briefly imitates a lazy student. The lazy student mostly looks at
+the picture if a question names one colour, and mostly guesses if it names more. With GRPO, the
 model learns that answers based on the picture get more reward. Read next:
 nanogrpo/extras/arithmetic/warmup.py (the same without pictures), docs/vision.md.
 """
@@ -241,8 +241,7 @@ def write_config(folder: Path, tokenizer: Tokenizer) -> None:
         "patch_size": SIDE // 2,
         "temporal_patch_size": 2,
         "merge_size": 2,
-        # bounds on the number of pixels; all pictures here are within the bounds and are not
-        # resized
+        # bounds on the number of pixels; no picture exceeds them, so none is resized
         "size": {"shortest_edge": 4 * SIDE**2, "longest_edge": 64 * SIDE**2},
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
@@ -276,13 +275,13 @@ def new_model(folder: Path, seed: int) -> tuple[Decoder, Tokenizer]:
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim > 1:
-                p.mul_(4)  # std 0.08, about 1 / sqrt(inputs); the default 0.02 is for wider layers
+                p.mul_(4)  # a deviation of 0.08, about 1 / sqrt(inputs); 0.02 is for wider layers
     return model, tokenizer
 
 
 def solution(p: Problem, rng: random.Random, lazy: bool) -> str:
-    """Return a completion for the warm-up, written by a student who looks at the dice or by the
-    lazy student.
+    """Return a completion for the warm-up. It is written by a student who looks at the dice, or by
+    the lazy student.
     """
     n = len(p.asked)
     if lazy and (rng.random() < 0.8) != (n == 1):

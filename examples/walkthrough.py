@@ -4,7 +4,7 @@
     python -m examples.walkthrough runs/base    # the model of `nanogrpo warmup runs/base`
 
 Change the options in CFG, the seed, the step or the reward function, and compare the output. The
-program calls the same functions as train.py, in the same order, and prints values in between.
+program calls the same functions as train.py, in the same order, and prints the intermediate values.
 In: a checkpoint with the tokenizer of the built-in task. Out: sections of text, separated by empty
 lines. Read next: docs/walkthrough.md, which explains each section.
 """
@@ -141,7 +141,7 @@ def explain_token(
             for i in likely
         ),
     )
-    # The random number of a token depends on its completion and on the position before it.
+    # The random number of a token depends on its completion and on the preceding position.
     keys = torch.tensor([stream(CFG.seed, STEP, prompt.id, s.index) for s in samples])
     draws = uniform(keys, torch.full_like(keys, len(context) - 1))  # [G]
     tokens = torch.searchsorted(end.double(), draws, right=True).tolist()

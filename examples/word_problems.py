@@ -7,10 +7,11 @@
 In: the name of a folder. Out: two files of records such as
     {"prompt": [{"role": "user", "content": "Ben has 14 pears and …"}], "answer": "21"}
 
-There are ten kinds of problems with five stories each. The last story of each kind is held out, and
-so is every third pair of numbers, on average. So training and held-out problems have no story and
-no pair of numbers in common. The answer is never one of the numbers in the text, so copying a
-number is always wrong. Read next: nanogrpo/rewards/call.py (what a reward function receives).
+There are ten kinds of problems with five stories each. The last story of each kind is held out. On
+average, one of three pairs of numbers is held out, too. So training problems and held-out problems
+share neither stories nor pairs of numbers. The answer is never one of the numbers in the text, so
+copying a number is always wrong. Read next: nanogrpo/rewards/call.py (what a reward function
+receives).
 """
 
 from __future__ import annotations
@@ -208,8 +209,8 @@ def is_held_out(a: int, b: int) -> bool:
 def numbers_for(kind: str, held_out: bool, rng: random.Random) -> tuple[list[int], int]:
     """Return numbers for a problem of this kind, and the answer.
 
-    Either every pair of these numbers is held out, or no pair is. The answer is a whole number, is
-    at least 2, and is not one of the numbers.
+    Either all pairs of these numbers are held out, or none of them is. The answer is a whole
+    number, is at least 2, and is not one of the numbers.
     """
     answer_of, ranges, _ = KINDS[kind]
     while True:
@@ -235,7 +236,8 @@ def tell(story: str, numbers: list[int], rng: random.Random) -> str:
 
 
 def problems(split: str, count: int, seed: int = 0) -> list[dict]:
-    """Return `count` different problems, taking the kinds in turn. split: "train" or "held_out"."""
+    """Return `count` different problems, taking the kinds in turn. `split` is "train" or
+    "held_out"."""
     rng = random.Random(f"word problems,{split},{seed}")
     held_out = split == "held_out"
     found: dict[str, dict] = {}  # by text

@@ -4,17 +4,19 @@
     stem  = y_<t                                  shared by the siblings y_1 … y_K ~ π(· | stem)
     A_i   = (r_i - mean_j r_j) / std_j r_j        over the K siblings of a stem
 
-Each prompt gets G/K trunks, and each trunk K siblings, so a step has G completions per prompt. The
-reward of a sibling is that of the whole completion: the stem and the continuation. All siblings
-begin with the same tokens, so A compares only the continuations. The variance of r that comes from
-the stem is not part of A, as in TreeRPO (Yang et al. 2025, 2506.05183) and VinePPO (Kazemnejad et
-al. 2024, 2410.01679). High entropy marks the tokens where continuations differ most (Wang et al.
-2025, 2506.01939). Only continuations are trained: the gradient of the stem would be multiplied by
-Σ A = 0. The trunk after token t is not a sibling, because t was chosen with that text in view.
+A prompt has G/K trunks, and each trunk has K siblings. So a step has G completions per prompt. The
+reward of a sibling is the reward of its whole completion, which is the stem and the continuation.
+All siblings of a stem begin with the same tokens, so A compares only the continuations. The
+variance of r that comes from the stem is not part of A, as in TreeRPO (Yang et al. 2025,
+2506.05183) and VinePPO (Kazemnejad et al. 2024, 2410.01679). The continuations differ most after
+tokens with a high entropy (Wang et al. 2025, 2506.01939). Only continuations are trained: the
+gradient of the stem would be multiplied by
+Σ A = 0. The rest of the trunk is not used as a sibling, because the choice of t depends on it.
 
-The stem is computed once for all siblings. For the engine, it is the end of a prompt of which K
-completions are sampled. After the rewards are known, it is the end of the `Prompt` of K samples,
-which packing computes once. Lengths in the log are those of the continuations.
+The stem is computed once for all siblings. For the engine, the stem is the end of a prompt, and K
+completions of this prompt are sampled. In training, the stem is the end of the `Prompt` of K
+samples, which a strip contains only once. The lengths in the log are the lengths of the
+continuations.
 
     python examples/recipes/branch.py --model runs/base --data arithmetic --output-dir runs/branch
 """
@@ -67,7 +69,7 @@ class Branching(Wrapper):
         k, stems = self.run.cfg.branches, []
         pairs = most_uncertain(self.run, self.engine.sample(prompts, n // k, params, step))
         for s, t in pairs:
-            # the negative id is unlike those of prompts, and selects other random numbers
+            # a negative id differs from the ids of prompts, so it selects other random numbers
             ids, new = s.prompt.token_ids + s.token_ids[:t], ~(s.prompt.id * n + s.index)
             stems.append(replace(s.prompt, id=new, token_ids=ids, max_tokens=params.max_tokens - t))
         samples = self.engine.sample(stems, k, params, step)

@@ -9,12 +9,12 @@ The state s_t is the prompt and the tokens before token t, and rewards are not d
 V is the value before the first update of a step, and V' is the current value. L is the clipped
 value loss of PPO (Schulman et al. 2017, 1707.06347). The loss of a step is the policy's loss with
 A, plus `vf_coef`·L. A is first whitened over the tokens of the optimizer step on all ranks. The
-mean of a group is not used. V begins at 0. With a small λ, early tokens then get almost no credit,
-and completions become short (VC-PPO, Yuan et al. 2025, 2503.01491), so the default of λ is 0.99.
+mean of the group is not used. V begins at 0. With a small λ, early tokens get almost no credit, and
+completions become short (VC-PPO, Yuan et al. 2025, 2503.01491). So the default of λ is 0.99.
 
-V is one linear layer on the decoder's last hidden states, so there is no second model, and the
-values cost one more forward pass per step. The layer is trained, sharded and resumed like the
-model's own weights, but it is neither exported nor sent to engines: `internal` excludes it
+V is one linear layer on the decoder's last hidden states, so no second model is needed. The values
+need one more forward pass per step. The layer is trained, sharded and resumed like the model's own
+weights, but it is neither exported nor sent to engines: `internal` excludes it
 (nanogrpo/model/weights.py).
 
     python examples/recipes/critic.py --model runs/base --data arithmetic --output-dir runs/critic
@@ -57,8 +57,8 @@ class Critic(Feature):
             torch.nn.init.zeros_(model.critic.weight)
 
     def values(self, hidden, lm_head):  # [M, D] → [M]
-        # The value is factor·w·h, but its derivative by w is h, as without the factor. So the
-        # factor multiplies the learning rate of the value, and changes nothing else.
+        # The value is factor·w·h, but its derivative with respect to w is h, as without the factor.
+        # So the So `factor` multiplies the learning rate of the value, and changes nothing else.
         w = self.policy.critic.weight
         return (hidden @ (w + (self.factor - 1) * w.detach()).T).squeeze(-1).float()
 

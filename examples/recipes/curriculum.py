@@ -1,20 +1,22 @@
-"""A curriculum by pass rate: prompts that the model solves sometimes are replayed.
+"""A curriculum by pass rate: prompts that the model solves only sometimes are replayed.
 
     s_i ← s_i + α·(mean of r over the completions of prompt i - s_i)        after each step with i
     P(i) ∝ s_i·(1 - s_i)                                                    for prompts to replay
 
 s_i is the pass rate of prompt i, and r is the reward from the first function of --reward-funcs,
-which must be from 0 to 1. At the first occurrence of i, s_i is the mean of r. In each step, a share
-of the prompts is replayed: these prompts are drawn without replacement from the prompts that
-already occurred. All other prompts of the step are those of a run without a curriculum.
+which must be from 0 to 1. When prompt i occurs for the first time, s_i is the mean of r. In each
+step, a share of the prompts is replayed: these prompts are drawn without replacement from the
+prompts that already occurred. All other prompts of the step are the same as in a run without a
+curriculum.
 
-s·(1 - s) is the variance of a reward that is 0 or 1. Where it is 0, all completions of a group have
-the same reward, and GRPO has no gradient. Foster and Foerster 2025 (2502.12272) call it
-learnability, and replay by difficulty is from Jiang et al. 2020 (2010.03934). With P(i) ∝ 1 - s_i,
-as in Kimi k1.5 (2025, 2501.12599), most replayed prompts would be those that are never solved.
+s·(1 - s) is the variance of a reward that is 0 or 1. If this variance is 0, all completions of a
+group have the same reward, and GRPO has no gradient. Foster and Foerster 2025 (2502.12272) call
+this variance learnability. Jiang et al. 2020 (2010.03934) introduced replay by difficulty. With
+P(i) ∝ 1 - s_i, as in Kimi k1.5 (2025, 2501.12599), most replayed prompts would be prompts that are
+never solved.
 
 The pass rates of all prompts are part of a checkpoint, and the random numbers are a function of
-(seed, step). So a resumed run draws the prompts of the uninterrupted run.
+(seed, step). So a resumed run draws the same prompts as an uninterrupted run.
 
     python examples/recipes/curriculum.py --model runs/base --data arithmetic --output-dir runs/hard
 """
@@ -76,7 +78,7 @@ def replayed(rate, excluded, count, seed, step):
     """Return up to `count` prompts, drawn with probability ∝ rate·(1 - rate), each at most once."""
     weight = np.nan_to_num(rate * (1 - rate)).clip(min=0)  # 0 before the first occurrence
     weight[[*excluded]] = 0
-    # the largest keys log(u) / weight are such a draw (Efraimidis and Spirakis 2006)
+    # draws by the largest keys log(u) / weight (Efraimidis and Spirakis 2006)
     random = np.random.RandomState(stream(seed, step, 0, 2) % 2**32).uniform(size=len(weight))
     order = np.argsort(-np.log(random) / np.maximum(weight, 1e-300), kind="stable")
     return [int(i) for i in order[:count] if weight[i] > 0]

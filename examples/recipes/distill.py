@@ -3,25 +3,26 @@
     python examples/recipes/distill.py --model runs/base --teacher runs/large --data prompts.jsonl …
 
 The loss is the reverse KL(π ‖ teacher), on completions that the student π sampled (Agarwal et al.
-2023, 2306.13649). Its policy gradient is that of GRPO with one advantage per token:
+2023, 2306.13649). The policy gradient of this loss is the gradient of GRPO with one advantage per
+token:
 
     A_t = reward_coef · A_group - teacher_coef · Σ_k share_k (log π(y_t) - log teacher_k(y_t))
 
 By default, `reward_coef` is 0: the rewards are only logged, and the logged loss is the mean
-divergence. With several teachers, share_k is 1/K. With `--teacher-column`, it is 1 for the teacher
-whose number (0, 1, …) the prompt's column has, such as the expert of its domain. A prompt without a
-number (null) has no teacher.
+divergence. With several teachers, share_k is 1/K. With `--teacher-column`, a column of the prompt
+contains the number of a teacher (0, 1, …), such as the expert for its domain. share_k is 1 for this
+teacher. A prompt without a number (null) has no teacher.
 
-With `--jsd-beta β`, each difference is replaced by the exact divergence D over all tokens of the
-vocabulary, whose gradient has less variance. β is that of TRL's DistillationTrainer, and a test
-compares loss and gradients with TRL's:
+With `--jsd-beta β`, the exact divergence D over all tokens of the vocabulary replaces each
+difference, and its gradient has less variance. β has the same meaning as in TRL's
+DistillationTrainer, and a test compares the loss and the gradients with TRL:
 
     m = (1 - β) π + β teacher;  D = β KL(teacher ‖ m) + (1 - β) KL(π ‖ m)
     β = 1: KL(π ‖ teacher);  β = 0: KL(teacher ‖ π)
 
 The teachers need the student's tokenizer. With one teacher, without rewards and without --jsd-beta,
 train.py can do almost the same: `--beta 1 --ref-model TEACHER --reward-funcs accuracy
---reward-weights 0`. If a step has several updates, its gradient also contains the policy ratio.
+--reward-weights 0`. If a step has several updates, this gradient also contains the policy ratio.
 """
 
 from __future__ import annotations

@@ -3,21 +3,21 @@
     python examples/recipes/evolution.py --model runs/base --data arithmetic --num-generations 32 \\
         --generation-batch-size 2048 --learning-rate 1.5e-4 --output-dir runs/evolution
 
-Completion i of each group is sampled from weights of its own. The fitness F of the weights is the
-mean reward of their completions, over all prompts of the step. The weights move towards the noise
-with the higher fitness (Salimans et al. 2017, 1703.03864, algorithm 1; Qiu et al. 2025, 2509.24372,
-for language models):
+Completion i of each group is sampled with the weights θ_i, the i-th member. The fitness F_i of a
+member is the mean reward of its completions, over all prompts of the step. The weights move towards
+the noise that led to a higher fitness (Salimans et al. 2017, 1703.03864, algorithm 1; Qiu et al.
+2025, 2509.24372, for language models):
 
     θ_2j = θ + σ ε_j,  θ_2j+1 = θ - σ ε_j,  ε_j ~ N(0, I)      G/2 antithetic pairs
     θ ← θ + α / (G σ) Σ_j (Z_2j - Z_2j+1) ε_j                  Z_i = mean_k sign(F_i - F_k)
 
-Z is the rank of a member, from -1 to 1 (fitness shaping, section 2.1 of Salimans et al.), so one
-broken member does not decide the update. G is --num-generations, α is --learning-rate, and σ is
---sigma. The noise is a function of the seed, the step and j, so it is generated again instead of
-stored. All members sample with the same random numbers, so F differs only because of the noise. The
-loop of train.py runs unchanged: all advantages are 0, so AdamW takes no step (without --beta and
---weight-decay), and this feature changes the weights after it. The log's warning that nothing was
-learned refers only to AdamW.
+Z is the rank of a member, from -1 to 1 (fitness shaping, section 2.1 of Salimans et al.). So a
+single broken member does not dominate the update. G is --num-generations, α is --learning-rate, and
+σ is --sigma. The noise is a function of the seed, the step and j, so it is generated again instead
+of stored. All members sample with the same random numbers, so F differs only because of the noise.
+The loop of train.py runs unchanged: all advantages are 0, so AdamW takes no step (without --beta
+and --weight-decay), and this feature changes the weights after it. The log warns that nothing was
+learned, but this warning is only about AdamW.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def move(run, step, start, scales):
         for j, scale in scales.items():
             random = torch.Generator(w.device).manual_seed(stream(run.cfg.seed, step, j, i))
             noise = torch.randn(w.shape, generator=random, device=w.device)
-            local(w).add_(run.world.part(noise), alpha=scale)  # a rank has a part of the rows
+            local(w).add_(run.world.part(noise), alpha=scale)  # each rank has only some of the rows
 
 
 class Population(Wrapper):
-    """An engine that samples each completion of a group from weights of its own."""
+    """An engine that samples each completion of a group with different weights."""
 
     def __init__(self, engine, run):
         self.engine, self.run = engine, run

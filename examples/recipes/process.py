@@ -1,16 +1,18 @@
-"""Process rewards: a token's advantage is the sum of the normalized step rewards from it on.
+"""Process rewards: a token's advantage is the sum of the normalized rewards of its own step and all
+later steps.
 
     r̃_j = (r_j - mean(R)) / (std(R) + 1e-4)      R: all step rewards of the group's completions
     A_t = Σ_{j: step j ends at or after token t} r̃_j
 
-This is GRPO with process supervision (Shao et al. 2024, 2402.03300, section 4.1.3). A reward
-function gives a step's reward by returning a list with a number at the last token of each step and
-None elsewhere. A function that returns one number per completion counts as one more step, which
-ends at the last token. The rewards of several functions are added with --reward-weights.
+This is GRPO with process supervision (Shao et al. 2024, 2402.03300, section 4.1.3). To reward
+steps, a reward function returns a list with a number at the last token of each step, and None at
+all other tokens. If a function returns one number per completion, this number is treated as the
+reward of a further step, which ends at the last token. If there are several functions, their
+rewards are weighted with --reward-weights and added.
 
-The sum makes long completions with many steps better than the mean, so a model could write steps
-only for their rewards. The function `steps` below rewards only the steps of the built-in task that
-lead to the answer:
+Because rewards are added, completions with many steps get more reward, and a model could write
+steps only for their rewards. The function `steps` below rewards only the steps of the built-in task
+that lead to the answer:
 
     python examples/recipes/process.py --model runs/base --data arithmetic \\
         --reward-funcs accuracy examples/recipes/process.py:steps --output-dir runs/process
@@ -54,7 +56,7 @@ def process_advantages(group):
     """Return the advantage of each token, from the rewards of each token of a group."""
     given = np.concatenate(group)
     given = given[~np.isnan(given)]
-    if not len(given) or given.min() == given.max():  # exactly 0, so the group is left out
+    if not len(given) or given.min() == given.max():  # exact zeros leave the group out
         return [[0.0] * len(rewards) for rewards in group]
     scaled = ((rewards - given.mean()) / (given.std(ddof=1) + 1e-4) for rewards in group)
     return [np.nan_to_num(each)[::-1].cumsum()[::-1].tolist() for each in scaled]

@@ -1,4 +1,5 @@
-"""Rejection of completions that the policy has moved away from, by the mean or the worst ratio.
+"""Leave out completions from which the policy has moved too far, by their mean ratio or their worst
+ratio.
 
 Δ_t = log π(y_t) - log μ(y_t) compares the current policy π with the engine μ that sampled token t.
 A completion is kept only if
@@ -6,12 +7,12 @@ A completion is kept only if
     geometric:  |mean_t Δ_t| ≤ log c      the geometric mean of the ratios is in [1/c, c]
     worst:      max_t |Δ_t| ≤ log c       all ratios are in [1/c, c]
 
-All tokens of other completions get the factor 0, after every update. The KL keeps its weight. The
-geometric mean does not depend on the length (Liu et al. 2025, "When Speed Kills Stability"), and
-one impossible token is enough for the other rule, as in the veto of verl. The masks by each token's
-ratio and by the product of the ratios are options (--vllm-importance-sampling-mode token_mask and
-sequence_mask). The ratio differs from 1 if a step has several updates, if samples are stale, or if
-engine and trainer round differently.
+All tokens of the other completions get the factor 0. This is decided again at every update. The KL
+keeps its weight. The geometric mean does not depend on the length (Liu et al. 2025, "When Speed
+Kills Stability"). For the other rule, one very unlikely token is enough, as in the veto of verl.
+Two other masks are options of train.py: by the ratio of each token (--vllm-importance-sampling-mode
+token_mask), and by the product of the ratios (sequence_mask). The ratio differs from 1 if a step
+has several updates, if samples are stale, or if engine and trainer round differently.
 
     python examples/recipes/rejection.py --model runs/base --data arithmetic --output-dir runs/r \\
         --num-iterations 4 --rejection worst --rejection-bound 3
@@ -60,7 +61,7 @@ class Rejection(Feature):
 
 
 def kept(delta, sample, cfg):
-    """Return which tokens belong to completions that are kept. delta, sample: [M]."""
+    """Return which tokens belong to completions that are kept. `delta` and `sample` are [M]."""
     _, member = sample.unique(return_inverse=True)
     start = delta.new_zeros(int(member.max()) + 1 if len(member) else 0)
     if cfg.rejection == "geometric":

@@ -3,14 +3,14 @@ resampling.
 
     L = 1/P · Σ_p 1/(Σ_i |y_i|) · Σ_i Σ_t l_it      p: prompts; y_i: completions of p; t: tokens
 
-All prompts have the same weight in L, and all tokens of a prompt. P is the number of prompts of the
-optimizer step, on all ranks, in which an advantage differs from 0 (ScaleRL's zero-variance filter).
-This average takes the place of that of --loss-type.
+In L, all prompts have the same weight, and so have all tokens of a prompt. P is the number of
+prompts of the optimizer step, on all ranks, in which an advantage differs from 0 (ScaleRL's
+zero-variance filter). This average replaces the average of --loss-type.
 
 s_p is the mean of r over all completions of prompt p so far, where r is the reward from the first
 function of --reward-funcs, which must be from 0 to 1. Prompts with s_p ≥ `max_pass_rate` are not
-drawn again. Other prompts are drawn at random in their place. The sums of r are part of a
-checkpoint, so a resumed run draws the prompts of the uninterrupted run.
+drawn again. Other prompts are drawn at random instead. The sums of r are part of a checkpoint, so a
+resumed run draws the same prompts as an uninterrupted run.
 
 train.py has other parts of ScaleRL as options: its loss, and a standard deviation over the step.
 
@@ -55,7 +55,7 @@ class ScaleRL(Feature):
         more = [run.prompts[i] for i in random.permutation(len(run.prompts))]
         each = {p.id: p for p in [*drawn, *more]}.values()  # without repetition
         left = [p for p in each if total[p.id] < run.cfg.max_pass_rate * max(count[p.id], 1)]
-        return [*left, *drawn][: len(drawn)]  # `drawn` again if too few prompts are left
+        return [*left, *drawn][: len(drawn)]  # reuses `drawn` if too few prompts are left
 
     def scored(self, run, samples, step):
         rows = [(s.facts, next(iter(s.rewards.values()))) for s in samples]

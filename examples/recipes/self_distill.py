@@ -2,16 +2,17 @@
 
     python examples/recipes/self_distill.py --model M --data D --hint-column solution …
 
-The policy π answers the prompt x. The same weights read x together with a hint h, such as the
-reference answer, a worked solution or the feedback on an earlier attempt, and judge each token of
-the answer. So the model learns to do without the hint, and needs no other model:
+The policy π answers the prompt x. The teacher has the same weights, but also reads a hint h, such
+as the reference answer, a worked solution or the feedback on an earlier attempt. It judges each
+token of the answer. So the model learns to answer without the hint, and no other model is needed:
 
     A_t = reward_coef · A_group - hint_coef · (log π(y_t | x, y_<t) - log π(y_t | x, h, y_<t))
 
-With `reward_coef` 0, the default, the loss is the reverse KL between the two, on samples of the
-policy: the sampled-token loss of SDPO (Hübotter et al. 2026, 2601.20802) and of SDFT (Shenfeld et
-al. 2026, 2601.19897), where h is a demonstration. A test compares its gradient with TRL's. The
-teacher has the weights at the start of the step. A prompt whose column is empty has no teacher.
+With `reward_coef` 0, the default, the loss is the reverse KL between policy and teacher, on samples
+of the policy. SDPO (Hübotter et al. 2026, 2601.20802) and SDFT (Shenfeld et al. 2026, 2601.19897)
+use this loss. In SDFT, h is a demonstration. A test compares the gradient of this loss with TRL's
+gradient. The teacher has the weights at the start of the step. If the hint column of a prompt is
+empty, the prompt has no teacher.
 """
 
 from __future__ import annotations

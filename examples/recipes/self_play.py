@@ -2,21 +2,22 @@
 
     python examples/recipes/self_play.py --model M --data asks.jsonl --reward-funcs accuracy …
 
---data has the prompts that ask for a question, such as {"prompt": "Write a sum:"}. A group has G =
+--data contains prompts that ask for a question, such as {"prompt": "Write a sum:"}. A group has G =
 --num-generations completions: questions, and after each question --solutions completions that
-answer it. A verifier finds out whether a question is valid, and what its answer is (`answer` below,
-for sums: replace it for another task). A solution has the usual reward r. A question is rewarded if
-it is hard, but not too hard (Absolute Zero: Zhao et al. 2025, 2505.03335, equation 4):
+answer it. The verifier, the function `answer` below, says whether a question is valid, and returns
+its answer. It is made for sums, so replace it for another task. A solution has the usual reward r.
+A question is rewarded if it is hard, but not too hard (Absolute Zero: Zhao et al. 2025, 2505.03335,
+equation 4):
 
     r_ask = -1 if the question is not valid, 0 if no solution is right, else 1 - mean r
 
-r is that of the first reward function here, from 0 to 1. Each role has a baseline of its own (TRR++
-of that paper), because the rewards of the roles differ in mean and size:
+In this equation, r comes from the first reward function, and is from 0 to 1. Each role has its own
+baseline (TRR++ in the same paper), because the rewards of the two roles differ in mean and size:
 
     A = (r - mean_role) / (std_role + 1e-4)        mean and std over all samples of a role in a step
 
-An answer to a question that is not valid has no reward. Evaluation asks nothing: the model answers
-the prompts of --eval-data.
+An answer to a question that is not valid has no reward. In evaluations, the model writes no
+questions, and only answers the prompts of --eval-data.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Game(Wrapper):
         return [replace(sample, index=i % n) for i, sample in enumerate(found)]
 
     def question(self, ask, n):
-        """Return the prompt for the solutions. A question that is not valid is not passed on."""
+        """Return the prompt for the solutions. It is empty if the question is not valid."""
         text = self.run.tokenizer.decode(ask.token_ids)
         right, id = answer(text), -1 - (ask.prompt.id * n + ask.index)  # unlike all other ids
         messages = [{"role": "user", "content": text if right else ""}]

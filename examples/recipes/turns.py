@@ -3,14 +3,15 @@
     R_ik = Σ_{l ≥ k} r_il                              the rewards of completion i from turn k on
     A_ik = (R_ik - mean_j R_jk) / (std_j R_jk + 1e-4)  over the completions j that have a turn k
 
-All tokens of turn k get A_ik, so a reward changes only the turns up to its own. The idea that a
-turn has its own advantage is from Zeng et al. 2025 (2505.11821). The sum over later turns and the
-baseline for each turn extend it to any number of turns. With one turn, this is GRPO.
+All tokens of turn k get the advantage A_ik. So a reward changes only its own turn and the turns
+before it. The idea that a turn has its own advantage is from Zeng et al. 2025 (2505.11821). This
+recipe extends the idea to any number of turns, with a sum over later turns and a baseline for each
+turn. If completions have only one turn, the result is GRPO.
 
-A turn is what the model writes between two texts that it reads (--tools, --environment-factory or
---rollout). `get_reward` of an environment may return a list with a reward for each turn, and any
+A turn is the text that the model writes between two inserted texts (--tools, --environment-factory
+or --rollout). `get_reward` of an environment may return a list with a reward for each turn, and any
 reward function may return a list with a number at some tokens, which then belongs to the turn of
-its token. One number for a completion belongs to its last turn.
+its token. If a function returns one number for a completion, this number belongs to the last turn.
 
     python examples/tools.py runs/tools
     python examples/recipes/turns.py --model runs/tools/base --data runs/tools/train.jsonl \\

@@ -2,15 +2,15 @@
 
     python -m examples.speedrun.run examples/speedrun/records/start.json --seeds 0 1 2
 
-In: a JSON file with "idea" and "options", which override those in examples/word_problems.json. Two
-keys are optional: "environment" (variables of the run) and "float32_matmul_precision" (torch's
-setting of this name). Out: the same file with date, machine, and an entry in "runs" for each seed.
-The "curve" of an entry has a row [step, seconds, processor seconds, accuracy] for each evaluation.
-Read next: verify.py (the rules).
+In: a JSON file with "idea" and "options". These options override the options in
+examples/word_problems.json. Two keys are optional: "environment" (variables of the run) and
+"float32_matmul_precision" (torch's setting of this name). Out: the same file with date, machine,
+and an entry in "runs" for each seed. The "curve" of an entry has a row [step, seconds, processor
+seconds, accuracy] for each evaluation. Read next: verify.py (the rules).
 
-The clock runs during the steps. The clock stands still during the evaluations, which are always
-computed in float32, and while the model is loaded and saved. Processor seconds are the user and
-system time of the process, summed over its threads.
+The clock runs during the steps. The clock is stopped during evaluations, which always compute in
+float32, and while the model is loaded and saved. Processor seconds are the user and system time of
+the process, summed over its threads.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Stopwatch(Feature):
 
 
 def options(record: dict) -> dict:
-    """Return the options of a record, on top of those in BASE."""
+    """Return the options in BASE, with the options of a record in place of them."""
     return read_json(BASE) | record["options"]
 
 

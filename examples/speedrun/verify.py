@@ -4,13 +4,13 @@
     python -m examples.speedrun.verify my_idea.json --fresh             # also train with a new seed
     python -m examples.speedrun.verify --plot curves.png                # also plot the curves
 
-In: files that run.py wrote; default: those in records/. Out: one line per broken rule, a table, and
-exit status 1 if a rule is broken. README.md explains the rules. Read before: run.py.
+In: files that run.py has written; by default, all files in records/. Out: one line per broken rule,
+a table, and exit status 1 if a rule is broken. README.md explains the rules. Read before: run.py.
 
-Equation.   p = 1 - Φ((a - 0.55) √S / s), with the mean accuracy a of S seeds. Their standard
-            deviation s is measured, but at least √(0.55 · 0.45 / 120), the noise of 120 answers.
-            p is about the probability that a recipe whose accuracy is 0.55 on average reaches a by
-            chance. A record needs p < 0.05.
+Equation. p = 1 - Φ((a - 0.55) √S / s), with the mean accuracy a of S seeds. Their standard
+deviation s is measured, but at least √(0.55 · 0.45 / 120), the noise of 120 answers. Suppose that a
+recipe has an accuracy of 0.55 on average. Then p is about the probability that it reaches a by
+chance. A record needs p < 0.05.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from nanogrpo.errors import UserError, read_json
 
 RECORDS = Path(__file__).with_name("records")
 PROBLEMS, BEFORE, TARGET, LEVEL = 120, 0.192, 0.55, 0.05
-# The options that make the task. All other options may change.
+# The options that define the task of the speedrun. All other options may change.
 FIXED = """
     model data eval_data prompt_column answer_column system_prompt enable_thinking tools rollout
     chat_template_kwargs max_prompt_length long_prompts environment_factory reward_funcs
     reward_weights eval_samples eval_temperature num_generations_eval engine device lora_adapter
 """
-ENVIRONMENT = ("OMP_", "GOMP_", "KMP_", "MALLOC_", "THP_")  # prefixes of variables that may be set
+ENVIRONMENT = ("OMP_", "GOMP_", "KMP_", "MALLOC_", "THP_")  # prefixes of allowed variables
 
 
 def chance(runs: Sequence[dict]) -> float:
@@ -119,7 +119,7 @@ def plot(records: Sequence[dict], path: Path) -> None:
 
 
 def fresh(record: dict) -> str | None:
-    """Train with a random seed. Return a sentence if the test fails with this seed included."""
+    """Train with a random seed. Return a sentence if the test fails when this seed is included."""
     with tempfile.TemporaryDirectory() as where:
         run = one(record, secrets.randbelow(10**6) + 1000, Path(where) / "run")
     _, _, processor, accuracy = run["curve"][-1]
