@@ -9,7 +9,7 @@ step, in order.
 
 The bound is enforced before sampling, so finished samples are never discarded. The samples of step
 t are requested only when the training of step t − S begins. So the sampling of step t starts with
-the weights after t − S steps, or with newer ones. This rule for the bound comes from AReaL
+the weights after t − S steps, or with newer weights. This rule for the bound comes from AReaL
 (arXiv:2505.24298). In this file, the bound S counts training steps.
 
 Weights may change in the middle of a completion. The completion then continues with its cached
@@ -49,9 +49,9 @@ class Ahead(Feature):
 class AheadEngine(Wrapper):
     """An engine that samples up to --max-staleness steps ahead of the step that trains.
 
-    A thread calls the wrapped engine while the loop trains, so the sampling itself must happen in
-    other processes. Only samples for training are drawn ahead. Any other request, such as an
-    evaluation, goes straight to the wrapped engine.
+    A thread calls the wrapped engine while the loop trains. So the engine must sample in other
+    processes. Only samples for training are drawn ahead. All other requests, such as evaluations,
+    go directly to the wrapped engine.
     """
 
     engine: VLLMEngine
@@ -59,7 +59,7 @@ class AheadEngine(Wrapper):
     def __init__(self, engine: VLLMEngine, run: Run):
         cfg: Any = run.cfg
         self.engine, self.run, self.bound = engine, run, cfg.max_staleness
-        # steps in progress, oldest first; on rank 0, each has a Future of its samples, else None
+        # steps in progress, oldest first, each with a Future of its samples on rank 0, else None
         self.requested: deque[tuple[int, Future | None]] = deque()
         # Rank 0 sends the requests of all ranks, on one thread, so the steps keep their order.
         self.pool = ThreadPoolExecutor(1, "sample")
@@ -100,8 +100,8 @@ class AheadEngine(Wrapper):
 def staleness(versions: Sequence[Counter[int]], step: int) -> dict[str, float]:
     """Return how many versions the tokens lag behind `step`, and the fraction of mixed completions.
 
-    versions: for each completion, how many of its tokens each version sampled. A mixed completion
-    has tokens of more than one version.
+    `versions` says for each completion how many of its tokens each version sampled. A mixed
+    completion has tokens of more than one version.
     """
     tokens = sum(versions, Counter())
     mean = sum((step - v) * n for v, n in tokens.items()) / tokens.total()

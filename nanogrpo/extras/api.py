@@ -72,18 +72,18 @@ def train(
 ) -> Result:
     """Train, and return the records of the steps.
 
-    cfg: a Config, or the model as in TRL's GRPOTrainer. options: further options, or TRL's
+    `cfg` is a Config, or the model as in TRL's GRPOTrainer. `options` are further options, or TRL's
     arguments, such as args=GRPOConfig(…) and peft_config=LoraConfig(…) (see Config.from_trl).
-    train_dataset and eval_dataset replace the options data and eval_data. Every other argument
+    `train_dataset` and `eval_dataset` replace the options data and eval_data. Every other argument
     replaces the option of the same name. A data set is a list of dicts, a `datasets.Dataset` or a
     `DatasetDict`. An environment_factory is a class (docs/tools.md). The functions run in this
     process, so reward_timeout has no effect. With torchrun, every rank must call this function.
 
-    on_step: a function that is called with the record of each step, on the main rank. The record
-    also has the metrics of the last evaluation (`eval/…`). If the function returns a true value,
-    the run saves a checkpoint and ends. An interrupt (the notebook's stop button) does the same.
+    The function `on_step` is called with the record of each step, on the main rank. The record also
+    has the metrics of the last evaluation (`eval/…`). If the function returns `True`, the run saves
+    a checkpoint and ends. An interrupt, such as the notebook's stop button, has the same effect.
 
-    features: a function of the options that returns further parts of the run (docs/fork.md).
+    The function `features` gets the options, and returns further parts of the run (docs/fork.md).
 
     Raises UserError for a mistake in the options, the data or the functions.
     """
@@ -108,9 +108,10 @@ def evaluate(
     """Return the metrics of a model on held-out data (`eval/…`), and its completions with their
     rewards.
 
-    model: the result of `train` (its last checkpoint), a folder or a hub id. data: as in `train`.
-    options: those of `nanogrpo eval`. For a checkpoint of a run, options that are not given are
-    those of the run. With torchrun, every rank must call this function. Raises UserError.
+    `model` is the result of `train` (for its last checkpoint), a folder or a hub id. `data` is as
+    in `train`. `options` are the options of `nanogrpo eval`. For a checkpoint of a run, all options
+    that you do not set have the values of the run. With torchrun, every rank must call this
+    function. Raises UserError.
     """
     model = model.checkpoint if isinstance(model, Result) else model
     with _from_python():
@@ -131,9 +132,10 @@ def generate(
 ) -> Any:
     """Return the model's completion of each prompt.
 
-    model, options: as in `evaluate`. prompts: texts, or lists of messages. As in `nanogrpo chat`, a
-    text becomes a user message if the model has a chat template. The result is a list of texts, or
-    one text if `prompts` is a text. temperature: 0 is always the most likely token.
+    `model` and `options` are as in `evaluate`. `prompts` are texts, or lists of messages. As in
+    `nanogrpo chat`, a text becomes a user message if the model has a chat template. The result is a
+    list of texts, or one text if `prompts` is a text. With a temperature of 0, the model always
+    takes the most likely token.
     """
     asked = [prompts] if isinstance(prompts, str) else prompts
     _, completions = evaluate(
@@ -155,7 +157,7 @@ def generate(
 
 @contextlib.contextmanager
 def _from_python() -> Iterator[None]:
-    """Show what a run logs, and spell the options in errors as in Python."""
+    """Show what a run logs, and write the options in error messages as in Python."""
     if os.environ.get("RANK", "0") == "0":
         logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:

@@ -1,11 +1,11 @@
 """A table of contents of the extras that attach to a run, and the condition for each.
 
 `parse` reads a command line with the options of the core and, if that is not enough, with those of
-all extras. `attach` returns the features that the options ask for, in the order in which they
+all extras. `attach` returns the features that the options select, in the order in which they
 attach. Extras are imported only when they are needed: on a CPU, the debug profile loads none, and
 on a GPU, every run loads memory.py and sharding.py. To add an extra, write a Feature
-(nanogrpo/feature.py) and its options in a file of its own. Then add a line to SUMMARY, an `if` to
-`wanted` (both below), and the options to options.py. Read before: feature.py.
+(nanogrpo/feature.py) and its options in a file of its own. Then add a line to SUMMARY below, an
+`if` to `wanted` below, and the options to options.py. Read before: feature.py.
 """
 
 import os
@@ -67,8 +67,7 @@ def parse(argv: Sequence[str] | None = None, given: Any = NOTHING) -> Config:
 def attach(cfg: Config, given: Given = NOTHING) -> list[Feature]:
     """Return the features of a run, in the order in which they attach.
 
-    given: Python objects that are used in place of names in the options, and further features
-    (extras/api.py).
+    given: Python objects that replace names in the options, and further features (extras/api.py).
     """
     features = [*wanted(cfg, given), *getattr(given, "features", lambda cfg: ())(cfg)]
     if features:

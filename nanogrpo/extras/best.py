@@ -40,13 +40,13 @@ class Best(Feature):
             )
 
     def running(self, run: Run) -> None:
-        """Name the best checkpoint even if a resumed run saves no other one."""
+        """Name the best checkpoint even if a resumed run saves no further checkpoint."""
         if run.start:
             run.saver.final = Path(run.cfg.output_dir) / f"checkpoint-{run.start}"
             self.files(run.saver)
 
     def files(self, saver: Saver) -> None:
-        """Keep the best checkpoint. The checkpoint that is being written counts, too."""
+        """Keep the best checkpoint. The checkpoint that is being written is included."""
         folder = saver.final.parent
         if saver.world.main:
             run = summarize(read_records(folder / "metrics.jsonl"))

@@ -2,9 +2,9 @@
 
 Sampling and training then use the same policy. For each token, the engine's log-prob is equal to
 the trainer's, so the logged `sampling/k3` is exactly 0. The bits depend neither on the other
-completions in the batch nor on the number of ranks or slots. kernels/exact.py explains why bits
-differ otherwise, and has the forward passes. Backward passes stay as they are. Read before:
-engine/local.py. Read next: kernels/exact.py, docs/precision.md.
+completions in the batch nor on the number of ranks or slots. The file kernels/exact.py contains the
+forward passes, and explains why bits would differ without them. The backward passes are not
+changed. Read before: engine/local.py. Read next: kernels/exact.py, docs/precision.md.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Bitwise(Feature):
 
 
 class ExactEngine(LocalEngine):
-    """The embedded engine with exact products, and with the paged cache also on a CPU."""
+    """The embedded engine with exact products. It uses the paged cache on a CPU, too."""
 
     def __init__(self, *args: Any, **more: Any):
         super().__init__(*args, **more, paged=True)
@@ -76,8 +76,8 @@ def use_exact_products(model: nn.Module, ours: Any) -> None:
 def swapped(
     device: torch.device, ours: SimpleNamespace, *more: tuple[ModuleType, str, Any]
 ) -> ExitStack:
-    """Use `ours` instead of kernels/reference/ or kernels/triton/ until the result is closed.
-    `more` lists further replacements: a module, a name in it, and the value.
+    """Replace kernels/reference/ or kernels/triton/ by `ours` until the result is closed. `more`
+    lists further replacements: a module, a name in it, and the value.
     """
     stack = ExitStack()
     where = (kernels, "triton") if dispatch.uses_triton(device) else (dispatch, "reference")
@@ -88,8 +88,8 @@ def swapped(
 
 
 def functions(device: torch.device) -> SimpleNamespace:
-    """Return the functions of kernels/reference/ or kernels/triton/, but exact. Two differentiable
-    functions are added: `linear`, and the `attention` of a strip.
+    """Return exact versions of the functions of kernels/reference/ or kernels/triton/. Two
+    differentiable functions are added: `linear`, and the `attention` of a strip.
     """
     base, backend = dispatch.functions_for(device), gpu_attention.backend
     how: ModuleType = exact
@@ -100,7 +100,7 @@ def functions(device: torch.device) -> SimpleNamespace:
         swiglu = base.swiglu  # is exact
 
     def sample_tokens(logits: Tensor, key: Tensor, counter: Tensor, temperature: float):
-        """Sample as the base does, and return the log-prob that training computes."""
+        """Sample as the base class does, and return the log-prob that training computes."""
         token, _ = base.sample_tokens(logits, key, counter, temperature)
         return token, base.log_softmax_forward(logits, token, temperature)[0]
 
@@ -134,8 +134,8 @@ class _Linear(linear._Linear):
 
 
 class _Attention(torch.autograd.Function):
-    """(q, k, v, strip, attend, usual) → the attention output. The backward pass computes that of
-    `usual`, the attention without --bitwise.
+    """(q, k, v, strip, attend, usual) → the attention output. The backward pass is the backward
+    pass of `usual`, the attention without --bitwise.
     """
 
     @staticmethod

@@ -4,8 +4,8 @@
     echo "34+5-7=" | nanogrpo chat runs/demo/checkpoint-60 --temperature 0
 
 In: messages, one per line. Out: the model's answers, printed while they are sampled. The options
-are those of train.py that concern the model and sampling. For a checkpoint of a run, the options in
-TAKEN have the run's values unless they are given. Read next: engine/local.py (which samples),
+are the options of train.py for the model and for sampling. For a checkpoint of a run, the options
+in TAKEN have the values of the run, unless you set them. Read next: engine/local.py (sampling),
 model/tokenizer.py (the chat template).
 """
 
@@ -35,7 +35,7 @@ that are not given are those of the run, except --max-completion-length."""
 TAKEN = "system_prompt enable_thinking chat_template_kwargs temperature top_p top_k"
 OPTIONS = f"{TAKEN} model max_completion_length seed device"
 PROGRAM = cli.parser(Config, OPTIONS.split(), "nanogrpo chat MODEL [options]", DESCRIPTION)
-MAX_CONTEXT = 16384  # most tokens of a conversation; a GPU allocates a cache for this many
+MAX_CONTEXT = 16384  # maximum tokens of a conversation, and of the cache on a GPU
 
 
 class Chat:
@@ -97,7 +97,7 @@ class Chat:
 
 def main(argv: list[str]) -> None:
     cfg = commandline.parse(argv, PROGRAM, TAKEN)
-    # here, unlike in training, the temperature may be 0 (greedy)
+    # unlike in training, the temperature may be 0 (greedy)
     dataclasses.replace(cfg, data=("none",), temperature=cfg.temperature or 1.0).validate()
     with join(cfg) as world, contextlib.suppress(EOFError):
         chat = Chat(cfg, world.device)

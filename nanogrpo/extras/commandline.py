@@ -29,7 +29,7 @@ from nanogrpo.logs.progress import print_line
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's loader, which TRL uses, too, with two changes: 1e-6 is a number everywhere, and no
+    """PyYAML's loader, which TRL uses, too. There are two changes: 1e-6 is always a number, and no
     name may occur twice.
 
     The loader reads YAML 1.1, in which 010 is 8.
@@ -55,10 +55,9 @@ def parse(
 ) -> Config:
     """Return the options of a command line. The Config is not yet validated (see cli.parse).
 
-    program: the parser of a program other than train.py. The first argument of such a program is
-    the model.
-    taken: the options that are taken from the run of the model, unless the command line has them.
-    kind: the class of the options (extras/recipe.py).
+    `program` is the parser of a program other than train.py. The first argument of such a program
+    is the model. The options in `taken` get the values of the model's run, unless the command line
+    has them. `kind` is the class of the options (extras/recipe.py).
     Raises UserError for all mistakes of the command line, or all mistakes of the file, at once.
     """
     words = [*(sys.argv[1:] if argv is None else argv)]
@@ -120,7 +119,7 @@ def of_run(model: str, taken: str) -> cli.Options:
         for n, v in run.items()
         if n in taken.split()
         and v not in (None, [], FIELDS[n].default)
-        and "from Python" not in str(v)  # a function or data that no option can name
+        and "from Python" not in str(v)  # a function or data that cannot be named by an option
     }
     if found and os.environ.get("RANK", "0") == "0":
         print_line(f"options of the run {log.parent}: {json.dumps(found, ensure_ascii=False)}")
@@ -150,8 +149,8 @@ def _typed(name: str, words: list[str], options: type[Config]) -> Any:
 
 
 def _parsed(kind: str, word: str) -> Any:
-    """Return a word as a value of this type, or the same word, which `layer` reports. An option of
-    TRL that is no option here has no type, so its value is read as YAML.
+    """Return a word as a value of this type. If this fails, return the word, which `layer` then
+    reports. An option that exists only in TRL has no type, so its value is read as YAML.
     """
     read: dict[str, Callable] = {"s": str, "i": int, "f": float, "d": json.loads}
     with contextlib.suppress(ValueError, yaml.YAMLError):

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 -m nanogrpo train --model M --data D
 
 In: argv. Out: the exit status of the program. In a checkout, train.py and serve.py are next to the
-package; a wheel has them in nanogrpo/scripts/ (setup.py copies them). Read next: train.py.
+package. In a wheel, they are in nanogrpo/scripts/ (setup.py copies them). Read next: train.py.
 """
 
 import importlib
@@ -53,7 +53,7 @@ def script(name: str) -> Path:
 def run(command: str, *options: str) -> None:
     if command in ("-h", "--help"):
         print(HELP)
-    elif command in ("train", "serve"):  # which report errors themselves, and exit
+    elif command in ("train", "serve"):  # these programs report errors themselves, and exit
         sys.argv[1:] = options
         runpy.run_path(str(script(f"{command}.py")), run_name="__main__")
     elif command not in MODULES:
@@ -79,6 +79,6 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # as in `| head`; Python flushes stdout once more at exit
+    except BrokenPipeError:  # as in `| head`; Python flushes stdout again when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

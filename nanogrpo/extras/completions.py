@@ -4,11 +4,11 @@
 In: the samples of a step. Out: `output_dir/completions/completions_00001.jsonl` and so on. The
 number in a file's name counts finished steps, as in checkpoint-N. An evaluation writes
 eval_00001.jsonl. Each line is one completion with TRL's columns: step, prompt, completion, one
-column per reward function, reward, advantage, and then the columns of `log_extra`. After these
-columns follow the texts and numbers of the data, such as the reference answer.
+column per reward function, reward, advantage, and then the columns of `log_extra`. The last columns
+contain the texts and numbers of the data, such as the reference answer.
 `pandas.read_json(path, lines=True)` reads a file. If a prompt has pictures, small copies of the
 pictures are written into the folder, and a column contains the names of the copies. Read before:
-logs/console.py. Read next: view/ (a page that shows the files).
+logs/console.py. Read next: view/ (the page that shows the files).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from nanogrpo.run.setup import Run
 
 
-# Print Text objects only, because rich takes brackets in a str, as in "[/INST]", for markup.
+# Print Text objects only, because rich treats brackets in a str, as in "[/INST]", as markup.
 console = Console(
     stderr=True, force_jupyter=False, width=None if sys.stderr and sys.stderr.isatty() else 120
 )
@@ -67,10 +67,10 @@ class Completions(Feature):
     def step(self, run: Run, step: int, samples: list[Sample]) -> None:
         self._write(run, f"completions_{step + 1:05d}.jsonl", step, samples)
         if run.world.main and (count := self.cfg.num_completions_to_print):
-            # the first completion of each prompt, then the second of each, and so on
+            # the first completion of each prompt, then the second of each prompt, and so on
             chosen = sorted(samples, key=lambda s: s.index)[:count]
             show([record(step, s) for s in chosen])
-            run.log.progress.rows = 0  # print the header again; the last header is far above
+            run.log.progress.rows = 0  # print the header again, because the last one is far above
 
     def evaluated(self, run: Run, samples: list[Sample]) -> None:
         self._write(run, f"eval_{run.done:05d}.jsonl", run.done, samples)
@@ -90,7 +90,7 @@ def write(path: Path, records: Sequence[dict]) -> None:
 
 
 def record(step: int, sample: Sample, folder: Path | None = None) -> dict:
-    """Return a line of the table. folder: where copies of the prompt's pictures are written.
+    """Return a line of the table. Copies of the prompt's pictures are written to `folder`.
 
     rewards/scorer.py makes sure that the columns of `log_extra` have unique names. A reward
     function that has the name of one of our columns, such as `step`, gets the column `step_reward`.

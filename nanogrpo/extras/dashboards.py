@@ -105,7 +105,7 @@ class Dashboards(Feature):
 
     @contextlib.contextmanager
     def running(self, run: object) -> Iterator[None]:
-        """Let the dashboards send what they have not sent yet, however the run ends."""
+        """However the run ends, let the dashboards send the remaining data."""
         try:
             yield
         finally:
@@ -119,7 +119,7 @@ class TensorBoard:
     def __init__(self, folder: Path, start: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        # Hide the old values of the steps that a resumed run repeats.
+        # If a resumed run repeats steps, hide the old values of these steps.
         # A run that starts over repeats every step, and the evaluation at step 0.
         self.writer = SummaryWriter(folder, purge_step=start + 1 if start else 0)
 

@@ -1,14 +1,14 @@
-"""The policy loss plus a divergence from one or several teachers over the full vocabulary, in the
-same pass over the student's logits, of which only a chunk of rows exists at a time.
+"""The policy loss plus a divergence from one or several teachers over the full vocabulary. Both are
+computed in the same pass over the student's logits, of which only a chunk of rows exists at a time.
 
 In: a batch, teachers with a factor for each token [M], and a divergence between two distributions.
-Out: a head operation, whose loss is that of the policy plus Σ_i weight_i Σ_teachers factor_i ·
+Out: a head operation, whose loss is the policy loss plus Σ_i weight_i Σ_teachers factor_i ·
 divergence_i. Its metric `distill/divergence` is the inner sum. Autograd differentiates the
 divergence of a chunk while its logits exist.
 
-Work.       Three matrix products for the student, as without a teacher, and one per teacher.
-Memory.     About ten float32 tensors of a chunk's logits, so a chunk has fewer rows than without a
-            teacher. Nothing of a teacher is kept for the backward pass.
+Work. The student needs three matrix products, as without a teacher. Each teacher needs one more
+product. Memory. A chunk needs about ten float32 tensors of the size of its logits, so it has fewer
+rows than without a teacher. Nothing of a teacher is kept for the backward pass.
 
 Read before: kernels/head.py, which calls `policy_rows_` on each chunk. Read next:
 examples/recipes/distill.py.
@@ -28,8 +28,8 @@ from nanogrpo.model.head import PolicyOut, default_chunk
 def distill_objective(batch, cfg, teachers, divergence):
     """Return the head operation.
 
-    teachers: (decoder, factor [M]) of each teacher. divergence: (log-probs of the student [C, V],
-    log-probs of the teacher [C, V]) → [C].
+    `teachers` has (decoder, factor [M]) of each teacher. `divergence` maps the log-probs of the
+    student [C, V] and of the teacher [C, V] to [C].
     """
     if batch.head:
         raise UserError(
@@ -43,7 +43,8 @@ def distill_objective(batch, cfg, teachers, divergence):
             heads = [(*t.forward_strip(batch, lambda *head: head), f) for t, f in teachers]
 
         def policy_rows_(logits, rows, T, inputs, clip):
-            """As in the package of kernels, but with the numbers of rows in place of targets."""
+            """Do the same as `policy_rows_` of the kernels, but with row numbers in place of
+            targets."""
 
             def log_softmax(x):
                 return (x.to(values.dtype) / T).log_softmax(-1)  # [C, V]

@@ -66,8 +66,8 @@ def prepare(
 ) -> None:
     """Set `importance` and `entropy_weight` of a step's micro-batches. Every rank must call it.
 
-    entropies: [M] per micro-batch, computed with the weights that sampled the tokens; needed if
-    only a fraction of the tokens is trained on.
+    `entropies` has a vector [M] per micro-batch, computed with the weights that sampled the tokens.
+    It is needed if only a fraction of the tokens is trained on.
     """
     masks = [batch.weight != 0 for batch in batches]  # [M]
     if cfg.top_entropy_quantile < 1:
@@ -95,7 +95,7 @@ def most_uncertain(
     """
     values = [h.float().cpu() for h in entropies]
     chosen = [h[mask.cpu()] for h, mask in zip(values, trained)]
-    # A tensor rounds the threshold to float32, the dtype of the entropies.
+    # The tensor rounds the threshold to float32, the dtype of the entropies.
     threshold = torch.tensor(quantile(torch.cat([torch.empty(0), *chosen]), 1 - share, world))
     return [(h >= threshold).to(mask.device) for h, mask in zip(values, trained)]
 

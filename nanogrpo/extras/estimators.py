@@ -1,8 +1,8 @@
 """Estimate advantages with RLOO, with MaxRL, or with GDPO (for several rewards).
 
 In: rewards [P, G] (NaN: no reward function applied) and the rewards of each function [P·G, F]. Out:
-advantages [P, G]. All functions are pure. The formulas are those of TRL 1.16.0, and tests compare
-them with TRL's code. Read before: grpo/advantages.py.
+advantages [P, G]. All functions are pure. The formulas are the same as in TRL 1.16.0, and tests
+compare them with TRL's code. Read before: grpo/advantages.py.
 """
 
 import torch
@@ -59,6 +59,6 @@ def decoupled(rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     total = scaled.nan_to_num(0.0) @ weights  # [P, G]
     total = total.masked_fill(rewards.isnan().all(2), torch.nan)
     # The mean of the sums is 0 up to rounding, because it is 0 in each group.
-    # This mean is not subtracted, so a sum that is exactly 0 stays exactly 0.
+    # The mean is not subtracted, so that a sum of exactly 0 remains exactly 0.
     std = nanstd(total.view(1, -1), dim=1)
     return total / (std + STD_EPS), std

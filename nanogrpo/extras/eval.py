@@ -6,9 +6,9 @@
 
 In: a checkpoint, prompts and reward functions, as for train.py. Evaluations during training have
 the same options and the same metrics. For a checkpoint of a run, the options in TAKEN have the
-run's values unless they are given. Out: the metrics, printed and written to output_dir/eval.json.
-The file output_dir/eval.jsonl has every completion with its rewards. Read next: logs/metrics.py
-(`of_evaluation`).
+values of the run, unless you set them. Out: the metrics, printed and written to
+output_dir/eval.json. The file output_dir/eval.jsonl contains all completions with their rewards.
+Read next: logs/metrics.py (`of_evaluation`).
 """
 
 import contextlib
@@ -75,7 +75,7 @@ def evaluate(
     cfg, n = cast(Config, inputs.cfg), cfg.num_generations_eval
     cfg = memory.for_sampling(cfg, inputs.model, world, len(world.part(inputs.eval_prompts)) * n)
     inputs.cfg = dataclasses.replace(cfg, max_steps=1)
-    # the parts of a Run that are read below, with values as after one training step
+    # the parts of a Run that are needed below, as after one training step
     sampling = setup.sampling_params(cfg, inputs.tokenizer)
     run: Any = SimpleNamespace(**vars(inputs), sampling=sampling, done=1, epoch=1.0)
     run.engine = engine = setup.make_engine(run)

@@ -1,9 +1,9 @@
-"""Correct for the gap between the log-probs of trainer and engine: with importance weights, or by
-using the engine's log-probs as old log-probs.
+"""Correct for the gap between the log-probs of trainer and engine. This is done with importance
+weights, or by using the engine's log-probs as old log-probs.
 
-Samples come from μ, the engine's policy, while π, the trainer's policy, is trained as if it had
-sampled them. Each token's loss is multiplied by its importance weight ρ = π/μ. The options and
-their modes are those of TRL 1.16's `vllm_importance_sampling_*`.
+The engine's policy μ has sampled the completions, but the trainer's policy π is trained as if it
+had sampled them itself. Each token's loss is multiplied by its importance weight ρ = π/μ. The
+options and their modes are the same as `vllm_importance_sampling_*` in TRL 1.16.
 
 In: the micro-batches of an optimizer step. Out: their `old_logp` and `importance`. Read before:
 grpo/mismatch.py (how large the gap is).
@@ -57,7 +57,8 @@ class Importance(Feature):
 
 
 def measured(weight: Tensor, world: World) -> dict[str, float]:
-    """Return the metrics of all ranks' importance weights. weight: [M], this rank's weights.
+    """Return the metrics of the importance weights of all ranks. `weight` [M] are the weights of
+    this rank.
 
     * importance_sampling_ratio/min, mean and max: the range and the mean of the weights, as in TRL.
     * masked: the fraction of tokens with weight 0.
@@ -89,9 +90,9 @@ def correction(
 ) -> Tensor:
     """Return a factor for each token's loss, to correct for sampling from μ instead of π.
 
-    trainer_logp, engine_logp: [M]; sample: [M] int64, the sample of each token. Returns [M]
-    float32, without gradient. ρ = π/μ is computed per token, or per sample as the product (not the
-    mean) over its tokens. The bounds of ρ are clip_min (None: 0) and clip_max.
+    `trainer_logp` and `engine_logp` are [M]. `sample` [M] int64 is the sample of each token.
+    Returns [M] float32, without gradient. ρ = π/μ is computed per token, or per sample as the
+    product (not the mean) over its tokens. The bounds of ρ are clip_min (None: 0) and clip_max.
 
     * token_truncate, sequence_truncate: ρ clamped to the bounds (TIS, Yao et al. 2025).
     * token_mask, sequence_mask: ρ if it is within the bounds, else 0 (IcePop, MIS).

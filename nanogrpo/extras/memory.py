@@ -14,7 +14,7 @@ has W GPUs and micro-batches of T tokens, and computes in a dtype of b = 2 bytes
   reduced once.
 * gathered, b·(n_r + 2·n_b) or b·n: FSDP gathers the root and two blocks, or all weights
   (--reshard-after-forward never). torch 2.11 gathers each byte of a 4-bit block as two bytes.
-* dequantized, b·D·F: the largest matrix, with --load-in-4bit.
+* dequantized, b·D·F: the largest matrix in the compute dtype, with --load-in-4bit.
 * activations, T · per_token: for each layer (`activation_bytes`).
 * pictures, patches · per_patch: activations of a vision encoder (vision/model.py), if prompts
   consist of pictures only.
@@ -27,8 +27,8 @@ has W GPUs and micro-batches of T tokens, and computes in a dtype of b = 2 bytes
   token, and holds all positions of all slots, or --cache-tokens tokens.
 * engine, b·n with vLLM: rank 0's copy of the weights to send, and the server, if the server is on
   rank 0's GPU.
-* checkpoint, 12·n/W + 4·n: copies on the host while they are written. Only rank 0 has the term 4·n,
-  which becomes 2·n if the base is in bfloat16.
+* checkpoint, 12·n/W + 4·n: copies on the host while they are written. Only rank 0 has the term 4·n.
+It becomes 2·n if the base is in bfloat16.
 * reference, 4·n/W: with beta > 0. This row also counts the reference's gathered root and, if the
   reference follows the policy, its copy in a checkpoint.
 * frozen models, 4·n/W + b·(n_r + 2·n_b) each: the model of --ref-model, and teachers of recipes.
@@ -147,17 +147,17 @@ def activation_bytes(
     adapted: bool = False,
     joint: bool = False,
 ) -> tuple[int, int]:
-    """Return (kept, recomputed): the bytes per token that each layer keeps for the backward pass,
-    and the bytes per token that one layer recomputes in the backward pass. The count follows
-    Block.forward and includes the tensors that autograd keeps: 4·D (input and output of two norms),
-    q and k before and after norm and rotation, v, attention's result and its copy for o_proj, gate,
-    up, silu(gate), and silu(gate) · up. `fused` kernels keep neither the copy for o_proj nor
+    """Return (kept, recomputed), both in bytes per token: what each layer keeps for the backward
+    pass, and what one layer recomputes in the backward pass. The count follows Block.forward and
+    includes the tensors that autograd keeps: 4·D (input and output of two norms), q and k before
+    and after norm and rotation, v, attention's result and its copy for o_proj, gate, up,
+    silu(gate), and silu(gate) · up. `fused` kernels keep neither the copy for o_proj nor
     silu(gate). If q, k and v are `joint`, v is a slice of their product, so the whole product is
     kept.
     """
     D, F = c.hidden_size, c.intermediate_size
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    norms = 2 if c.qk_norm or joint else 1  # copies of q and k: before the norm, and rotated
+    norms = 2 if c.qk_norm or joint else 1  # copies of q and k, counting the rotated ones
     # float32 statistics: one number for each norm, and for each head's softmax
     statistics = 4 * (2 + 2 * c.num_attention_heads + c.num_key_value_heads)
     copies, products = (norms + 1, 3) if fused else (norms + 2, 4)
@@ -184,7 +184,7 @@ def longest_strip(cfg: Config, world_size: int, longest_prompt: int) -> tuple[in
         tokens = prompts * (longest_prompt + cfg.num_generations * longest)
         keys += prompts * longest_prompt
         max_keys = schedule.KEY_ROWS * budget
-    T = max(min(tokens, budget), sample)  # a longer sample gets a micro-batch of its own
+    T = max(min(tokens, budget), sample)  # a sample that is longer is alone in its micro-batch
     return T, max(min(keys, max_keys), T), tokens > budget or keys > max_keys
 
 
@@ -194,7 +194,7 @@ def numbers(module: nn.Module) -> int:
 
 def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
     """Return the estimate for one rank. Only shapes are needed, so the models may be on the meta
-    device. main: whether the rank is rank 0, which stores most.
+    device. `main` says whether the rank is rank 0, which stores most.
     """
     model, world, longest_prompt = inputs.model, inputs.world, inputs.longest_prompt
     c, W, host = model.cfg, world.size, cfg.cpu_offload
@@ -255,7 +255,7 @@ def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
         if cfg.load_in_4bit:  # the engine shares the frozen weights if they are not sharded
             copy = 2 * trained if W == 1 and not host else stored
         out += [Row("engine: weights", copy), cache]
-    elif main:  # the server is a process of its own; rank 0 has a copy to send
+    elif main:  # the server is a separate process; rank 0 has a copy to send
         out.append(Row("weights to be sent", copy))
         if not cfg.server and cfg.vllm_gpus in ("", "0"):
             out.append(Row("vLLM: workspaces", MARGIN, of_server=True))
@@ -269,20 +269,21 @@ def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
 
 
 def on_device(rows: Sequence[Row]) -> int:
-    """Return the sum of the rows that take GPU memory, in bytes."""
+    """Return the sum of all rows of the table that take GPU memory, in bytes."""
     return sum(row.bytes for row in rows if not row.on_host)
 
 
 def while_sampling(rows: Sequence[Row]) -> int:
-    """Return the bytes that the trainer keeps on the device while it does not train."""
+    """Return how many bytes the trainer keeps on the device while it does not train."""
     models = ("reference model", "frozen model", "reward model")
     kept = ("parameters", "optimizer", *models, "weights to be sent")
     return on_device([row for row in rows if row.name.startswith(kept)])
 
 
 def capacity(world: World) -> tuple[int, int]:
-    """Return (bytes on the GPU, bytes of host memory) for one rank. GPU memory counts if it
-    is free or already reserved by this process. The ranks of a machine share its host memory.
+    """Return (bytes on the GPU, bytes of host memory) for one rank. GPU memory is available if it
+    is free, or if this process has already reserved it. The ranks of a machine share its host
+    memory.
     """
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError):  # the limit of a container, if there is one
@@ -301,8 +302,8 @@ def shown(n: float) -> str:
 
 
 def fit(inputs: Inputs, cfg: Config) -> tuple[Config, int]:
-    """Return the options with every setting chosen, and an estimate of the bytes on the device, not
-    counting a vLLM server. Raises UserError if a rank needs more than is available. Every rank must
+    """Return the options with every setting chosen, and an estimate of the bytes on the device
+    without a vLLM server. Raises UserError if a rank needs more than is available. Every rank must
     call.
     """
     world = inputs.world
@@ -329,14 +330,14 @@ def fit(inputs: Inputs, cfg: Config) -> tuple[Config, int]:
 
 def choose(inputs: Inputs, cfg: Config, available: int) -> Config:
     """Return the options with a value for each of CHOSEN that the user did not set. On a GPU, these
-    values are the first combination in SETTINGS that leaves MARGIN bytes free, or else the last.
+    values are the first combination in SETTINGS that leaves MARGIN bytes free. If there is none,
+    the last combination is used.
 
     Sampling takes most of a step, and is faster if the cache holds more completions at a time. The
     cache starts at half of what all slots could need, because few completions reach the maximum
-    length. The cache is halved further only as long as none of SETTINGS fits. Finally, the cache
-    grows into the memory that is left, up to what all slots could need, but twice MARGIN stays
-    free. All ranks must choose the same settings, so the choice is made for rank 0, which stores
-    most.
+    length. The cache is halved again only if none of SETTINGS fits. Finally, the cache gets the
+    remaining memory, except for twice MARGIN, but not more than all slots could need. All ranks
+    must choose the same settings, so the choice is made for rank 0, which stores most.
     """
     size = inputs.world.size
     slots = cfg.max_concurrent or min(-(-cfg.generation_batch_size // size), MOST_SLOTS)
@@ -387,18 +388,19 @@ def spelled(cfg: Config) -> str:
 
 def for_sampling(cfg: Config, model: Decoder, world: World, completions: int) -> Config:
     """Return the options of an evaluation, with values for the embedded engine's slots and cache
-    unless the user has given them. On a GPU, slots and cache are as large as fits next to the
-    engine's weights. Every rank must call.
+    unless the user has given them. On a GPU, slots and cache use all memory that the engine's
+    weights leave. Every rank must call.
 
-    model: already on the device. completions: the number of completions that this rank samples.
+    The model is already on the device. `completions` is the number of completions that this rank
+    samples.
     """
     if world.device.type == "cpu" or cfg.engine != "local":
         return cfg
-    # with the largest unit that FSDP gathers: the root and a block
+    # includes the largest unit that FSDP gathers: the root and a block
     gathered = 2 * (numbers(model) - sum(map(numbers, model.blocks[1:]))) * (world.size > 1)
     used = torch.cuda.memory_allocated(world.device) + 2 * weights.sizes(model)[1] + MARGIN
     free = (capacity(world)[0] - used - gathered) // token_bytes(model.cfg)
-    fitting = min(world.gather(free)) - 2 * PREFILL_TOKENS  # prefill holds two copies of its keys
+    fitting = min(world.gather(free)) - 2 * PREFILL_TOKENS  # prefill copies its keys
     slots = max(1, min(completions, MOST_SLOTS))
     return given(cfg, max_concurrent=slots, cache_tokens=max(1, fitting))
 
@@ -433,9 +435,9 @@ def server_share(world: World, needed: int, given: Sequence[str]) -> list[str]:
     """Return vLLM's option for the fraction of the trainer's GPU that our server may use, or
     nothing if the user has `given` this option.
 
-    The server gets the memory that is free now, less a margin and the part of the `needed` bytes
-    that the trainer has not allocated yet. So the fraction is also right if the server restarts
-    later.
+    The server gets the memory that is free now, minus a margin, and minus the part of the `needed`
+    bytes that the trainer has not allocated yet. So the fraction is also right if the server
+    restarts later.
     """
     chosen = ("--gpu-mem", "--device-mem", "--kv-cache-mem")
     if any(word.replace("_", "-").startswith(chosen) for word in given):

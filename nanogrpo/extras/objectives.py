@@ -2,12 +2,12 @@
 what each token contributes to the loss.
 
 In: the M completion tokens of a micro-batch (`Tokens`). Out: terms [M], and metrics [M] for the
-log. `loss` multiplies the terms by masks and weights, adds the KL and sums them. Autograd computes
-the derivatives, which takes two phases and four matrix products with the head (the core's fused
-loss takes three). The gradient flows through `logp`, `log_ratio` and `ratio`. To add an objective,
-write a function like those below, and add its name to TERMS and to the choices of `loss_type` in
-options.py (docs/fork.md). Names and formulas are those of TRL 1.16.0 where TRL has them. Read
-before: grpo/loss.py. Read next: docs/equations.md.
+log. `loss` multiplies the terms by masks and weights, adds the KL and adds up the results. Autograd
+computes the derivatives, which takes two phases and four matrix products with the head (the core's
+fused loss takes three). The gradient flows through `logp`, `log_ratio` and `ratio`. To add an
+objective, write a function like those below, and add its name to TERMS and to the choices of
+`loss_type` in options.py (docs/fork.md). Names and formulas are those of TRL 1.16.0 where TRL has
+them. Read before: grpo/loss.py. Read next: docs/equations.md.
 """
 
 import logging
@@ -36,14 +36,14 @@ TOP = "--top-entropy-quantile: with sequence ratios, all tokens of a completion 
 Terms = tuple[Tensor, dict[str, Tensor]]  # the terms [M], and metrics [M] by their name in the log
 
 DIVISORS["sapo"] = DIVISORS["grpo"]
-# mean over completions of the sum over tokens: LUSPO 2026 (2602.05261)
+# the mean over completions of the sum over tokens: LUSPO 2026 (2602.05261)
 DIVISORS["luspo"] = lambda length, samples, tokens, cfg: samples
 
 
 class Objectives(Feature):
     def __init__(self, cfg: Any):
         self.all_gradients = cfg.loss_constants.get("dppo_penalty", 0) > 0  # has no advantage
-        # The defaults are those of TRL. The log says where a paper has other values.
+        # The defaults are the same as in TRL. If a paper has other values, the log says so.
         by_sequence = cfg.importance_sampling_level == "sequence"
         if cfg.upper_epsilon == 0.2 and (by_sequence or cfg.loss_type == "cispo"):
             logger.info(GSPO if by_sequence else CISPO)
@@ -97,11 +97,11 @@ class Sequences:
 class Tokens(NamedTuple):
     """The inputs of an objective for M completion tokens, all [M]."""
 
-    logp: Tensor  # under the policy in training; the gradient flows through it
-    sampling_logp: Tensor  # under the policy that sampled, computed by the engine
+    logp: Tensor  # log-prob under the policy in training, with a gradient
+    sampling_logp: Tensor  # log-prob under the policy that sampled, computed by the engine
     advantage: Tensor
     log_ratio: Tensor  # logp - old_logp
-    ratio: Tensor  # exp of log_ratio, or of its mean over the sequence
+    ratio: Tensor  # exp of log_ratio, or of the mean log_ratio of the sequence
     # part of vespo's terms; for all other objectives, `loss` multiplies the terms by `importance`
     importance: Tensor | None
     sequences: Sequences
@@ -166,8 +166,8 @@ def dppo(t: Tokens, cfg: ObjectivesOptions) -> Terms:
     """l = -m·w·A + c·(log w)², with m = 0 where the policy has moved far enough: A > 0, p > μ and D
     > ε_high, or A < 0, p < μ and D > ε.
 
-    Qi et al. 2026 (2602.04879). The trust region limits a divergence D between p (the policy in
-    training) and μ (the engine that sampled). Both p and μ are distributions over "this token" and
+    Qi et al. 2026 (2602.04879). The trust region limits the divergence D between p, the policy in
+    training, and μ, the engine that sampled. Both p and μ are distributions over "this token" and
     "any other token". D is |p - μ| for dppo_tv, and D is μ log(μ/p) + (1-μ) log((1-μ)/(1-p)) for
     dppo_kl. So the ratio w may become large for a rare token, but not for a common token. The
     penalty c comes from prime-rl.
@@ -196,8 +196,8 @@ TERMS: dict[str, Callable[[Tokens, Any], Terms]] = {
 
 
 def add(name: str, term: Callable[[Tokens, Any], Terms], average: str) -> None:
-    """Add a --loss-type. average: the shipped loss type whose weights its tokens have, such as
-    "grpo" for a mean over completions and "dapo" for a mean over all tokens.
+    """Add a --loss-type. `average` is a built-in loss type. Tokens get the same weights as with
+    this type, such as "grpo" for a mean over completions and "dapo" for a mean over all tokens.
     """
     TERMS[name], DIVISORS[name] = term, DIVISORS[average]
     option = FIELDS["loss_type"]
@@ -205,10 +205,12 @@ def add(name: str, term: Callable[[Tokens, Any], Terms], average: str) -> None:
 
 
 def on_policy_enough(t: Tokens, threshold: float) -> Tensor:
-    """Return a mask [M]: False for sequences with A < 0 and mean_t(log μ - log π) > threshold.
+    """Return a mask [M]: Return False for sequences with A < 0 and mean_t(log μ - log π) >
+    threshold, and True for all others.
 
-    DeepSeek-V3.2 2025 (2512.02556), equation 9: a bad completion that the policy has already moved
-    away from teaches nothing. A token without a log-prob from the engine (NaN) counts as unchanged.
+    DeepSeek-V3.2 2025 (2512.02556), equation 9: a bad completion teaches nothing if the policy has
+    already moved away from it. A token without a log-prob from the engine (NaN) counts as
+    unchanged.
     """
     gap = t.sequences.mean((t.sampling_logp - t.logp.detach()).nan_to_num(0.0))
     return (t.advantage >= 0) | (gap <= threshold)

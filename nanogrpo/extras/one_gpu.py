@@ -8,12 +8,12 @@ copy first: an instance's `__dict__` comes before `nn.Module.__getattr__`.
 The copies are refreshed before a forward pass if the version of a master weight has changed, or if
 an optimizer has made a step, because a fused optimizer does not change the versions.
 
-The copies of q, k and v are slices of one matrix, and so are those of gate and up, so each input is
-multiplied once (`Products`). The gradients of such a matrix are accumulated in float32 by the
-matrix product itself, without a 16-bit gradient in between, and the master weights get slices of
-the sum. All other gradients are added to float32 sums as soon as they are complete. FSDP2 on one
-GPU computes the same, but its hooks take as much host time as the forward pass, and it copies each
-gradient several times. Read before: distributed/fsdp.py.
+The copies of q, k and v are slices of one matrix, and the copies of gate and up are slices of
+another matrix. So each input is multiplied once (`Products`). The gradients of such a matrix are
+accumulated in float32 by the matrix product itself, without a 16-bit gradient in between, and the
+master weights get slices of the sum. All other gradients are added to float32 sums as soon as they
+are complete. FSDP2 on one GPU gives the same results. But its hooks take as much host time as the
+forward pass, and it copies each gradient several times. Read before: distributed/fsdp.py.
 """
 
 import functools
@@ -71,8 +71,8 @@ def adjoined(parts: Sequence[Tensor]) -> Tensor:
     """Return matrices [T, n] next to each other, [T, Σn].
 
     Triton kernels write the gradients of gate and up next to each other. They also write the
-    gradients of q and k next to each other, with space for that of v. Only a matrix in another
-    place is copied.
+    gradients of q and k next to each other, with space for the gradient of v. So only a matrix that
+    is not in its place is copied.
     """
     (first, *others), sizes = parts, [part.shape[1] for part in parts]
     if not others:
@@ -88,8 +88,8 @@ def adjoined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def copy_weights(model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Let the model compute with copies of its parameters in another dtype."""
-    copies: dict[Tensor, Tensor] = {}  # by master weight; a tied weight has one copy
+    """Make the model compute with copies of its parameters in another dtype."""
+    copies: dict[Tensor, Tensor] = {}  # copies by master weight; a tied weight has one copy
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
             if p not in copies:
@@ -121,7 +121,7 @@ def copy_weights(model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
 
 def fuse(optimizer: Any, copies: dict[Tensor, Tensor]) -> None:
     """Clip, update and copy each weight in one Triton kernel, instead of three of torch's kernels.
-    `optimizer` is torch's AdamW; its state keeps its form.
+    `optimizer` is torch's AdamW, and the form of its state does not change.
     """
     from nanogrpo.kernels.triton import adamw  # a CPU does not need Triton
 
@@ -150,7 +150,7 @@ def fuse(optimizer: Any, copies: dict[Tensor, Tensor]) -> None:
 
 
 def move(master: Tensor, copy: Any) -> None:
-    """Add the gradient of a copy to that of its master weight, in float32."""
+    """Add the gradient of a copy to the gradient of its master weight, in float32."""
     grad = copy.grad.to(master.dtype)
     master.grad = grad if master.grad is None else master.grad.add_(grad)
     copy.grad = None

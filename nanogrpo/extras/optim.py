@@ -32,7 +32,7 @@ class Optim(Feature):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the codes and scales of the moments in 8 bits. Each rank divides its own shard
-        into blocks, so the names of these tensors contain the rank.
+        into blocks. So the names of codes and scales contain the rank.
         """
         from nanogrpo.run.state import local
 
@@ -50,7 +50,7 @@ class Optim(Feature):
         (total, warmup), settings = optim.lengths(cfg), cfg.lr_scheduler_kwargs
         if not settings or update < warmup:
             return None  # as in the core
-        # done: the fraction of the decay that is over, from 0 to 1
+        # done: how much of the decay is over, from 0 to 1
         done, low = (update - warmup) / max(1, total - warmup), settings.get("min_lr_rate", 0.0)
         if "min_lr" in settings:
             low = settings["min_lr"] / cfg.learning_rate
@@ -60,8 +60,8 @@ class Optim(Feature):
 
 
 def eight_bit(groups: list[dict[str, Any]], constants: dict) -> torch.optim.Optimizer:
-    """Return torchao's AdamW. A moment with at least 4,096 numbers on this rank, in full blocks of
-    256, has one byte per number and one scale per block. Other moments stay in float32.
+    """Return torchao's AdamW. If a moment has at least 4,096 numbers on this rank, in full blocks
+    of 256, it has one byte per number and one scale per block. Other moments stay in float32.
     """
     try:
         from torchao.optim import AdamW8bit
@@ -78,6 +78,6 @@ def eight_bit(groups: list[dict[str, Any]], constants: dict) -> torch.optim.Opti
             "exp_avg_sq": optimizer._new_buffer(p, signed=False),
         }
     if all(p.device.type == "cpu" for p in parameters):
-        # torchao compiles its update, which would need a C++ compiler on a CPU
+        # torchao compiles its update; on a CPU, this would need a C++ compiler
         optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)
     return optimizer

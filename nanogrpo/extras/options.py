@@ -1,10 +1,10 @@
-"""All options: those of the core and of each extra, composed into one `Config`.
+"""All options of the core and of the extras, combined in one `Config`.
 
     from nanogrpo import Config   # this one
     Config(model="runs/base", data=("arithmetic",), lora_r=16).validate()
 
-Each class below has the options of one extra or two, and the rules for them. Read next: config.py
-(what an option is), attach.py (what the options attach).
+Each class below contains the options of one or two extras, and their rules. Read next: config.py
+(what an option is), attach.py (which extras the options attach).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nanogrpo.extras.dashboards import DashboardOptions
 from nanogrpo.extras.lora.options import LoRAOptions
 from nanogrpo.vllm.options import VLLMOptions
 
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # losses that average the same clipped term
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # these losses use the same term
 WEIGHTED = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
@@ -105,7 +105,7 @@ class PrecisionOptions(Core):
     )
 
     def problems(self) -> Iterator[str]:
-        others: Any = self  # it has the options of all extras
+        others: Any = self  # this class has the options of all extras
         used = {
             "engine vllm": others.engine == "vllm",
             "lora-r": others.lora_r,
@@ -166,7 +166,8 @@ class ObjectivesOptions(Core):
 
     @property
     def needs_two_phases(self) -> bool:
-        """Whether a token's loss differs from the core's loss, or depends on other tokens."""
+        """Whether the loss of a token differs from the loss in the core, or depends on other
+        tokens."""
         return (
             self.loss_type not in CLIPPED
             or self.importance_sampling_level == "sequence"
@@ -535,12 +536,12 @@ class Config(  # the last base class comes first in `--help-all`
 
     @classmethod
     def from_trl(cls, args: Any = None, **given: Any) -> Config:
-        """Return the options that TRL's options mean, and log what became of each one.
+        """Return the options that replace TRL's options, and log each replacement.
 
-        args: a GRPOConfig, of which only the values that differ from its defaults are used, or a
-        dict. given: options under TRL's names or ours, and the arguments model, processing_class
-        and peft_config of TRL's GRPOTrainer (trl_objects.py). Raises UserError for all mistakes at
-        once.
+        `args` is a dict, or a GRPOConfig, of which only the values that differ from its defaults
+        are used. `given` are options under TRL's names or ours, and the arguments model,
+        processing_class and peft_config of TRL's GRPOTrainer (trl_objects.py). Raises UserError for
+        all mistakes at once.
 
         >>> Config.from_trl(GRPOConfig(output_dir="a", beta=0.1), model="Qwen/Qwen3-0.6B", lora_r=8)
         """
@@ -559,20 +560,20 @@ CHOICES = {n: f.metadata["choices"] for n, f in FIELDS.items() if "choices" in f
 
 def layer(given: Options, notes: trl_names.Notes, kind: type[Config] = Config) -> Options:
     """Return options under nanogrpo's names. The options come from a command line, a file or
-    Python. Other options of TRL keep their names, for `trl_names.translate`. `notes` collects
-    mistakes in the names and in the types of values.
+    Python. TRL's other options keep their names, so that `trl_names.translate` can translate them.
+    `notes` collects mistakes in the names and in the types of values.
     """
     out: Options = {}
     if isinstance(inner := given.get("model_init_kwargs"), Mapping):
         given = {**given, **inner, "model_init_kwargs": None}
     for theirs, value in given.items():
         if value is None and theirs in trl_names.NAMES | trl_names.REMOVED.keys():
-            continue  # files for TRL may list every option
+            continue  # a file for TRL may list every option
         with notes.mistake():
             name = trl_names.RENAMED.get(theirs, theirs)
             type_, rules = rules_of(name, kind)
             ours: Any = rules.get("words", {}).get(str(value).lower(), value)
-            # where TRL's option takes one string, ours may take several
+            # our option may take several strings if TRL's option takes one
             several = type_.startswith("tuple") and (name != theirs or "choices" in rules)
             ours = [ours] if several and isinstance(ours, str) else ours
             row = trl_names.spelled({theirs: value}), trl_names.spelled({name: ours})

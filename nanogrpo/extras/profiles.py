@@ -12,9 +12,9 @@ PROFILES: dict[str, dict] = {
     # The values are TRL's defaults, or common in published runs (DAPO, arXiv:2503.14476).
     # None of the values was tuned here.
     "full": {
-        "num_generations": 16,  # with more completions, some solve hard problems
+        "num_generations": 16,  # with more completions, hard problems are solved by some of them
         "generation_batch_size": 512,  # 32 prompts per step
-        # four updates of 128 completions per round of sampling; clipping bounds the policy's change
+        # four updates of 128 completions per generation; clipping limits the change of the policy
         "steps_per_generation": 4,
         "max_completion_length": 4096,  # raise this if completions/clipped_ratio is high
         # DAPO's clip-higher: unlikely tokens can become likelier, so entropy falls more slowly

@@ -11,8 +11,9 @@
         sys.exit(main(Options, features))
 
 In: the options and features of the recipe, and argv. Out: the exit status. The file runs in place
-of train.py, from any folder: `python recipe.py --model M …`, also with torchrun. Its options are
-part of `--config`, `--help-all` and the check of `--resume`. `--help` shows only these options.
+of train.py, from any folder: `python recipe.py --model M …`, also with torchrun. `--config`,
+`--help-all` and the check of `--resume` include the options of the recipe. `--help` shows only
+these options.
 The options need `from __future__ import annotations`, as in every recipe of examples/recipes/. Read
 next: attach.py, docs/recipes.md.
 """
@@ -36,8 +37,8 @@ def main(
 ) -> int:
     """Train with the features of a recipe, and return the exit status.
 
-    options: a frozen dataclass that extends `Config` with options of the recipe.
-    features: a function of the options. Its features attach after those of the other options.
+    `options` is a frozen dataclass that extends `Config` with options of the recipe. `features` is
+    a function of the options. The recipe's features attach after all other features.
     """
     words = [*(sys.argv[1:] if argv is None else argv)]
     own = [field for field in dataclasses.fields(options) if field.name not in FIELDS]

@@ -2,14 +2,13 @@
 reference that follows the policy (--ref-model-sync-steps, as in TRL).
 
 With --ref-model, --beta weights the KL to the model of another checkpoint. If this model is better
-than the policy, the penalty distills it. With --use-bias-correction-kl, the penalty has the same
-gradient as one advantage per token, β·(log π_ref - log π).
+than the policy, the policy learns from it (distillation). With --use-bias-correction-kl, the
+penalty has the same gradient as one advantage per token, β·(log π_ref - log π).
 
 Every `ref_model_sync_steps` steps, reference ← α · policy + (1 - α) · reference, with α =
 `ref_model_mixup_alpha`. Policy and reference are sharded in the same way, so each rank mixes its
-own shards without communication. In: a run with a reference model. Out: another or a changed
-reference, and the tensors that a checkpoint needs to resume the run. Read before:
-nanogrpo/feature.py.
+own shards without communication. In: a run with a reference model. Out: a different reference
+model, and the tensors that a checkpoint needs to resume the run. Read before: nanogrpo/feature.py.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ if TYPE_CHECKING:
 
 
 class FrozenModels(Feature):
-    """Load further models, which are not trained. The memory estimate includes them. A resumed run
-    stops if their weights have changed.
+    """Load further models, which are not trained. The memory estimate includes them. If the weights
+    of these models have changed, a resumed run stops.
     """
 
     def __init__(self, option: str, names: Sequence[str]):
-        """option: the option that lists the names, folders or hub ids."""
+        """`option` is the option with the names, folders or hub ids of the models."""
         self.option, self.names = option, names
         self.frozen: list[Decoder] = []
 
@@ -96,7 +95,7 @@ class OtherReference(FrozenModels):
 
     def model(self, model: Decoder, inputs: Inputs) -> None:
         super().model(model, inputs)
-        # `setup` then loads no second copy of --model
+        # so that `setup` loads no second copy of --model
         model.own_reference = contextlib.nullcontext
 
     def running(self, run: Run) -> None:

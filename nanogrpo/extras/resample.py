@@ -27,13 +27,14 @@ class Resample(Feature):
     def scored(self, run: Run, samples: list[Sample], step: int) -> None:
         """Replace the groups in which all advantages are 0, for `max_resample_times` rounds.
 
-        Equal rewards would be the wrong criterion. maxrl also gives 0 if the mean reward is not
-        positive. With normalize_then_sum, the rewards of individual functions may differ although
-        their sums are equal. Groups whose advantages are still all 0 after the last round are kept.
+        It would be wrong to test for equal rewards. The estimator maxrl also gives 0 if the mean
+        reward is not positive. With normalize_then_sum, the rewards of individual functions may
+        differ although their sums are equal. Groups whose advantages are still all 0 after the last
+        round are kept.
 
         The new prompts and their random streams depend only on (seed, step, round, index of the
-        replaced group). So neither resuming the run nor the number of ranks changes the new
-        prompts. Every rank must call this method, and each rank samples the replacements of its own
+        replaced group). So the new prompts are the same in a resumed run, and for any number of
+        ranks. Every rank must call this method, and each rank samples the replacements of its own
         groups.
         """
         n, world, self.groups = self.cfg.num_generations, run.world, 0

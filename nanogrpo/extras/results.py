@@ -50,7 +50,7 @@ class Result(list[dict]):
     @property
     def steps(self) -> list[int]:
         """The numbers of the steps, as on the console: the first step is 1. In a record, `step` is
-        the number of steps before it, as in metrics.jsonl.
+        the number of earlier steps, as in metrics.jsonl.
         """
         return [row["step"] + 1 for row in self]
 
@@ -61,8 +61,8 @@ class Result(list[dict]):
 
     @property
     def best(self) -> Best | None:
-        """The highest value of metric_for_best_model (by default the reward) in the evaluations or,
-        if there are none, in the steps. None if there is no value.
+        """The highest value of metric_for_best_model (by default the reward) in the evaluations.
+        Without evaluations, the highest value in the steps. None if there is no value.
         """
         values = self.summary.values
         if not values:
@@ -85,7 +85,7 @@ def _ordered(record: dict) -> dict:
 
 class OnStep(Feature):
     """Call a function with the record of each step, and the metrics of the last evaluation. If the
-    function returns a true value, the run saves and ends.
+    function returns `True`, the run saves and ends.
     """
 
     def __init__(self, function: Callable):

@@ -7,9 +7,9 @@
     entropy  the entropies of the policy in nats, which cost one more forward pass
     pieces   the texts of the tokens
 
-In: the samples of the engine. Out: the same samples, with lists in `Sample.arguments`. The numbers
-of inserted text, such as a tool's answer, are 0. A column of the data with the same name comes
-first. Read next: rewards/scorer.py.
+In: the samples of the engine. Out: the same samples, with lists in `Sample.arguments`. For inserted
+text, such as a tool's answer, the numbers are 0. If the data have a column with the same name, the
+function gets this column. Read next: rewards/scorer.py.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ NAMES = {"logp", "entropy", "pieces"}
 
 
 def asked(functions: Iterable[str | Callable]) -> set[str]:
-    """Return the arguments of this file that one of the reward functions names.
+    """Return those of these arguments that at least one reward function names.
 
-    The source of a named function is read here, but only the reward process runs it. An error in
-    the source is reported there.
+    To find the arguments, the source code of a named function is read, but only the reward process
+    runs the code. The reward process also reports errors in the source code.
     """
     found: set[str] = set()
     for function in functions:
@@ -99,7 +99,7 @@ def add_entropies(run: Run, samples: Sequence[Sample]) -> None:
     cfg = dataclasses.replace(run.cfg, mask_truncated_completions=False)
     facts = [s.facts._replace(all_gradients=True) for s in samples]
     update = schedule.plan(range(len(samples)), facts, cfg)
-    # the ranks compute their own samples, but the same number of micro-batches
+    # each rank has its own samples, but all ranks have the same number of micro-batches
     most = max(run.world.gather(len(update.strips[0])))
     update.strips[0] += [[] for _ in range(most - len(update.strips[0]))]
     for s in samples:

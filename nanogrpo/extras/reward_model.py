@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import nanogrpo.extras.rope_scaling  # adds kinds of RoPE scaling
-import nanogrpo.extras.window  # noqa: F401 (adds layers with a sliding window)
+import nanogrpo.extras.window  # noqa: F401 (adds sliding windows)
 from nanogrpo.errors import UserError, read_json, reading
 from nanogrpo.feature import Feature
 from nanogrpo.model import checkpoint
@@ -59,7 +59,7 @@ class RewardModel(nn.Module):
         path = folder / "config.json"
         raw = read_json(path)
         with reading(path, "name another folder after model:", "describes no reward model"):
-            # transformers writes no labels if there are two, the default number
+            # with two labels, the default, transformers writes no labels into config.json
             labels = raw.get("id2label") or {"0": "", "1": ""}
             kind = (raw.get("architectures") or [""])[0]
             if not str(kind).endswith("ForSequenceClassification") or len(labels) != 1:
@@ -67,7 +67,7 @@ class RewardModel(nn.Module):
                     f"{path}: a reward model is a ...ForSequenceClassification with one label, but "
                     f"this is a {kind} with {len(labels)}; give another folder as model:FOLDER"
                 )
-            # There is no vocabulary head that could be tied to the embeddings.
+            # A reward model has no vocabulary head that could be tied to the embeddings.
             cfg = ModelConfig.from_dict(raw, str(path))
             cfg = dataclasses.replace(cfg, tie_word_embeddings=False)
             with torch.device("meta"):
@@ -78,7 +78,7 @@ class RewardModel(nn.Module):
         checkpoint.load_weights(model, folder)  # type: ignore[arg-type]
         model.tokenizer = Tokenizer(folder)
         model.pad_token_id = raw.get("pad_token_id")
-        model.__name__ = Path(name).name  # in the log, rewards/<name>/mean, as in TRL
+        model.__name__ = Path(name).name  # the name in the log, as in rewards/<name>/mean of TRL
         return model.requires_grad_(False)
 
     arranged = Decoder.arranged

@@ -1,7 +1,7 @@
 """More built-in reward functions: for reasoning, lengths and repetition.
 
 In: a name in --reward-funcs, with or without arguments. Out: the function, with TRL's name and
-values. Read next: rewards/builtin.py (the common ones).
+values. Read next: rewards/builtin.py (the common reward functions).
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class Rewards(Feature):
 
 
 def advice_on(error: str, prompt: Prompt) -> str:
-    """Return what to do about the error of a reward function that is called for this prompt."""
+    """Return advice for the error of a reward function that was called for this prompt."""
     if missing := re.search(r"missing \d+ required .*?: '(\w+)'", error):
         near = difflib.get_close_matches(missing[1], [*RESERVED, *prompt.columns], n=1)
         meant = f"did you mean {near[0]}? The" if near else "the"
@@ -84,8 +84,7 @@ def reasoning_accuracy_reward(
 ) -> list[float | None]:
     """Return `accuracy_reward` of the text after the reasoning, and 0 if the reasoning never ends.
 
-    reasoning_delimiters: the reasoning ends at the first item of this list that the completion
-    contains.
+    The reasoning ends at the first item of `reasoning_delimiters` that the completion contains.
     """
     answers = []
     for text in map(text_of, completions):

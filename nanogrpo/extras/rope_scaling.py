@@ -1,9 +1,9 @@
 """Scaling of rotary position embedding for longer contexts, such as that of Llama 3.
 
 In: the field `rope_scaling` or `rope_parameters` of a config.json. Out: a `Scaling`, which scales
-the frequencies, or a UserError if a field is not supported. Importing this file adds the kinds of
-scaling below to `SCALINGS`, where hf_config.py finds them. Scaling by a factor s keeps the angles
-of later positions in the range that the model was trained on:
+the frequencies. Raises UserError if a field is not supported. Importing this file adds the kinds of
+scaling below to `SCALINGS`, where hf_config.py finds them. The model was trained on a limited range
+of angles. Scaling by a factor s keeps the angles of later positions in this range:
 
 * linear: all frequencies become f_i / s.
 * llama3: a frequency becomes f_i / s if its wavelength 2π / f_i exceeds the trained context divided
@@ -74,11 +74,13 @@ class Scaling:
 def read(kind: str, rope: dict, raw: dict, where: str) -> Scaling:
     """Return the scaling of a config.json.
 
-    rope: the object that transformers would read. raw: all of config.json. where: the file's name.
+    `rope` is the object that transformers would read, `raw` is all of config.json, and `where` is
+    the file's name.
     """
     for name, plain in NEUTRAL.items():
         check(where, f"rope_type {kind} with {name}", rope.get(name), [plain, None])
-    # As in transformers, the field in `raw` comes first, then that in `rope`, then the context.
+    # As in transformers, the field in `raw` is used first, then the field in `rope`, then the
+    # context.
     trained = raw.get(TRAINED) or rope.get(TRAINED) or raw.get("max_position_embeddings")
     given = {**rope, TRAINED: trained}
     return Scaling(kind, **{name: float(given[name]) for name in NUMBERS[kind]})
@@ -90,7 +92,7 @@ SCALINGS |= dict.fromkeys(NUMBERS, read)
 def _llama3(plain: Tensor, s: Scaling) -> Tensor:
     trained, low, high = s.original_max_position_embeddings, s.low_freq_factor, s.high_freq_factor
     wavelength = 2 * math.pi / plain
-    # 0 for the longest wavelengths, 1 for the shortest
+    # from 0 for the longest wavelengths to 1 for the shortest
     kept = ((trained / wavelength - low) / (high - low)).clamp(0, 1)  # [E/2]
     return (1 - kept) * plain / s.factor + kept * plain
 
@@ -104,6 +106,6 @@ def _yarn(plain: Tensor, powers: Tensor, theta: float, s: Scaling) -> Tensor:
 
     low, high = max(math.floor(index(FAST)), 0), min(math.ceil(index(SLOW)), E - 1)
     i = torch.arange(len(plain), device=plain.device, dtype=torch.float32)
-    # 1 for the fast dimensions, which keep their frequency; 0 for the slow ones
+    # 1 for fast dimensions, which keep their frequency, and 0 for slow dimensions
     kept = 1 - ((i - low) / (high - low)).clamp(0, 1)  # [E/2]
     return 1.0 / (s.factor * powers) * (1 - kept) + plain * kept

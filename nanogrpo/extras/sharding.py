@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from nanogrpo.run.setup import Inputs, Run
 
 
-# Selective checkpointing keeps the results of matrix products and attention. Recomputing norms,
-# rotation and SwiGLU takes little time and saves most of the memory. The entries are parts of
-# operation names. Some versions of torch do not have all of these operations.
+# Selective checkpointing keeps the results of matrix products and attention.
+# It recomputes norms, rotation and SwiGLU, which takes little time and saves most of the memory.
+# The entries are parts of operation names.
+# Some versions of torch do not have all of these operations.
 KEPT = """
     aten.mm. aten.addmm. mkldnn._linear_pointwise
     _scaled_dot_product_ varlen_attn _flash_attention_forward flash_attn
@@ -56,8 +57,8 @@ class Sharded(Feature):
 
 
 def is_whole(cfg: Any, world: World) -> bool:
-    """Return whether one GPU trains the model without FSDP2 (one_gpu.py). Adapters and offloading
-    need FSDP2, and so does a model whose 16-bit copy does not fit into memory.
+    """Return whether one GPU trains the model without FSDP2 (one_gpu.py). FSDP2 is needed for
+    adapters, for offloading, and if the 16-bit copy of the model does not fit into memory.
     """
     alone = (world.size, world.device.type) == (1, "cuda")
     return alone and cfg.reshard_after_forward == "never" and not (cfg.cpu_offload or cfg.lora_r)
@@ -88,7 +89,7 @@ def be_deterministic() -> None:
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    # In this mode, torch fills new tensors by default, which is slow. mypy does not know the
-    # property.
+    # In this mode, torch fills new tensors by default, which is slow.
+    # The comment on the next line is needed because mypy does not know the property.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)

@@ -1,4 +1,4 @@
-"""List runs: what they learned, and the checkpoint to use.
+"""List runs with their results and the checkpoint to use.
 
     nanogrpo runs [FOLDER]
 
@@ -34,7 +34,7 @@ class Summary(NamedTuple):
 
     def rank(self, path: Path) -> float:
         """Return the evaluation of a checkpoint if the run keeps the best checkpoint, or else its
-        step. The checkpoint with the highest result is the one to use.
+        step. You should use the checkpoint with the highest result.
         """
         step = int(path.name[11:])
         best = self.options.get("load_best_model_at_end")

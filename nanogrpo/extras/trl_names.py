@@ -1,4 +1,5 @@
-"""Names of options elsewhere: what TRL's options become here, and what to use instead of others.
+"""The names of options in other programs: which options replace TRL's options, and what to use for
+other names.
 
     notes = Notes()
     translate({"use_peft": True, "per_device_train_batch_size": 8}, notes)
@@ -31,8 +32,8 @@ logger = logging.getLogger("nanogrpo")
 
 
 def table(text: str) -> dict[str, str]:
-    """Return the entries of a table: lines with one or more names, and below them, indented, what
-    is said about these names, in Markdown.
+    """Return the entries of a table. An entry is a line with one or more names, and indented lines
+    with a text about these names, in Markdown.
     """
     entries = re.findall(r"((?:^ {4}\S.*\n)+)((?:^ {8}.*\n)+)", text, re.MULTILINE)
     return {" ".join(names.split()): " ".join(words.split()) for names, words in entries}
@@ -48,7 +49,7 @@ RENAMED = {
     "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
 }
 
-# Options that `translate` understands, with what they become.
+# Options that `translate` understands, with their replacements.
 TRANSLATED = table(
     """
     per_device_train_batch_size gradient_accumulation_steps
@@ -90,7 +91,7 @@ TRANSLATED = table(
     """
 )
 
-# Another option serves this purpose, but its values mean something else.
+# Another option has the same purpose, but its values have another meaning.
 INSTEAD = table(
     """
     auto_find_batch_size
@@ -134,7 +135,7 @@ INSTEAD = table(
     """
 )
 
-# These options are accepted and ignored, because they change nothing that matters here.
+# These options are accepted and ignored, because they have no effect in nanogrpo.
 IGNORED = table(
     """
     bf16 tf32 dtype torch_dtype
@@ -231,7 +232,8 @@ UNSUPPORTED = table(
     """
 )
 
-# TRL's defaults of options that are refused. The default and false are accepted and ignored.
+# The default values in TRL of options that are refused. For these options, the default and false
+# are accepted and ignored.
 NEUTRAL = {
     "log_multimodal": True,
     "sapo_temperature_pos": 1.0,
@@ -252,8 +254,8 @@ NEUTRAL = {
     "vllm_tensor_parallel_size": 1,
 }
 
-# Names in other libraries, and arguments of TRL's trainer. A name may have a prefix, as in
-# actor_rollout_ref.rollout.n.
+# Names in other libraries, and arguments of TRL's trainer.
+# A name may have a prefix, as in actor_rollout_ref.rollout.n.
 SYNONYMS = table(
     """
     kl_coef kl_coeff kl_loss_coef init_kl_coef kl_penalty_coef
@@ -388,7 +390,7 @@ OF_VLLM = ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
 
 
 class Notes:
-    """What reading the options has found: mistakes, and what became of TRL's options."""
+    """The results of reading the options: mistakes, and the replacements of TRL's options."""
 
     def __init__(self) -> None:
         self.mistakes: list[str] = []
@@ -416,8 +418,8 @@ class Notes:
 
 
 def unknown(name: str, known: Collection[str] = ("--help",)) -> str:
-    """Return the message about a name that is not an option. `known` are the options as they are
-    spelled there: on a command line, or in a file or Python.
+    """Return the message about a name that is not an option. `known` contains the names of all
+    options, spelled as on a command line, or as in a file and in Python.
     """
     plain = name.lstrip("-").replace("-", "_").rpartition(".")[2].removeprefix("no_")
     for table, text in MESSAGES:
@@ -455,7 +457,7 @@ def refuse(name: str, value: Any) -> None:
 
 
 def translate(options: Options, notes: Notes) -> Options:
-    """Return the options with TRL's replaced by ours, and note what became of each one."""
+    """Return the options with TRL's options replaced by ours, and note each replacement."""
     out = {name: value for name, value in options.items() if name not in NAMES}
     given = {name: value for name, value in options.items() if name in NAMES}
     ignored = rows(IGNORED)

@@ -37,13 +37,13 @@ def options_of(
     processing_class: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return the options that the arguments of a GRPOTrainer mean, and `options`, which override
-    those of `args`. `args` may also be a dict.
+    """Return the options that replace the arguments of a GRPOTrainer, together with `options`,
+    which override `args`. `args` may also be a dict.
     """
     if not isinstance(args, Mapping | None):
         args = _of(args, "GRPOConfig", "use_cpu", *BATCH)
-        args.pop("generation_batch_size", None)  # it follows from the other sizes
-        # under torchrun, a GRPOConfig joins the other processes, which a run does itself
+        args.pop("generation_batch_size", None)  # its value follows from the other sizes
+        # under torchrun, a GRPOConfig joins the other processes, but a run does this itself
         if dist.is_initialized():
             dist.barrier()  # a rank that leaves early would break the connections of the others
             dist.destroy_process_group()
@@ -65,7 +65,7 @@ def _of(config: Any, kind: str, *always: str) -> dict[str, Any]:
     """
     if not all(hasattr(config, name) for name in always):
         raise UserError(f"{config!r:.60} is not a {kind}: give one, or leave it out.")
-    # a new GRPOConfig needs the values that this machine allows
+    # a new GRPOConfig needs values that this machine supports
     same = {name: getattr(config, name) for name in ("use_cpu", "bf16") if hasattr(config, name)}
     new, out = type(config)(**same), {}
     for name in (field.name for field in dataclasses.fields(config)):
@@ -97,7 +97,8 @@ def _name_of(model: Any) -> str:
 
 
 def _compare(processing_class: Any, name: str) -> None:
-    """Raise UserError if a tokenizer or processor is not that in the folder of the model."""
+    """Raise UserError if a tokenizer or processor differs from the one in the folder of the
+    model."""
     messages = [{"role": "user", "content": "1+1="}]
     if getattr(processing_class, "chat_template", None):
         theirs = processing_class.apply_chat_template(

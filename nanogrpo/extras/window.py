@@ -1,14 +1,14 @@
 """Layers with a sliding window: a token attends only to the newest tokens, itself included.
 
-In: the fields of a config.json that describe the layers. Out: `Windows`, which the decoder asks for
-the window of each layer, or a UserError if a kind of layer is not supported. Importing this file
-adds `read` to `READERS` of model/hf_config.py, and the model type of Ministral. These models have
-windows, with the same rules as in transformers:
+In: the fields of a config.json that describe the layers. Out: `Windows`, which contains the window
+of each layer for the decoder. Raises UserError if a kind of layer is not supported. Importing this
+file adds `read` to `READERS` of model/hf_config.py, and the model type of Ministral. These models
+have windows, with the same rules as in transformers:
 
 * mistral: all layers, unless `sliding_window` is null. The default is 4096.
 * ministral: the layers that `layer_types` lists as "sliding_attention"; without `layer_types`, all.
 * qwen2, qwen3: if `use_sliding_window` is true, the layers that `layer_types` lists; without
-  `layer_types`, those from `max_window_layers` on.
+`layer_types`, all layers from number `max_window_layers` on.
 
 The window is a mask. The caches keep all tokens, but on a GPU, a decode step reads only the pages
 in the window. Read before: model/attention.py.
@@ -28,10 +28,10 @@ class Windows:
     """The fields of config.json, with the same names."""
 
     sliding_window: int
-    layer_types: tuple[str, ...] = ()  # empty: all layers have the window
+    layer_types: tuple[str, ...] = ()  # if empty, all layers have the window
 
     def window(self, layer: int) -> int:
-        """Return the number of tokens that a token attends to; 0: all."""
+        """Return the number of tokens to which a token attends, or 0 for all tokens."""
         return 0 if self.layer_types and self.layer_types[layer] == FULL else self.sliding_window
 
     def to_dict(self) -> dict:
@@ -43,15 +43,15 @@ class Windows:
 def read(raw: dict, where: str) -> dict:
     """Return a config.json without windows, and with `layers` if the model has windows.
 
-    raw: the dict of config.json. where: the file's name. The core refuses the fields of a window
-    that this function does not understand.
+    `raw` is the dict of config.json, and `where` is the file's name. The core refuses the fields of
+    a window that this function does not understand.
     """
     kind, window = raw.get("model_type"), raw.get("sliding_window", 4096)
     qwen = kind in ("qwen2", "qwen3") and raw.get("use_sliding_window")
     has_windows = qwen or kind in ("mistral", "ministral")
     if not has_windows or type(window) is not int or window < 1:
         return raw
-    if kind == "mistral":  # transformers does not read its layer_types
+    if kind == "mistral":  # transformers does not read layer_types of this model
         return {**raw, "sliding_window": None, "layers": Windows(window)}
     types, first = raw.get("layer_types"), raw.get("max_window_layers", 28) if qwen else 0
     if not types:

@@ -42,7 +42,7 @@ def held_out(text: str) -> bool:
 def problems(split: str, count: int, seed: int) -> list[str]:
     """Return `count` different problems of the split "train" or "eval"."""
     rng = random.Random(f"arithmetic,{split},{seed}")
-    found: dict[str, None] = {}  # a dict used as an ordered set
+    found: dict[str, None] = {}  # a dict that is used as an ordered set
     while len(found) < count:
         text = problem(rng)
         if held_out(text) == (split == "eval"):

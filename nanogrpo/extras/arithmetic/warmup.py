@@ -5,7 +5,7 @@
 
 The model first learns to work out sums term by term. Then the model briefly imitates a lazy
 student. In four cases out of five, this student works out a short sum step by step, but answers a
-long sum without any steps. The base model copies both habits and so fails at sums that it could
+long sum without any steps. The base model copies both habits. So it fails at sums that it could
 solve. The base model's answers without steps are mostly wrong, and its answers with steps are
 mostly right. The warm-up favours neither of the two habits. GRPO then finds that answers with steps
 get more reward. In: a seed. Out: a checkpoint folder in Hugging Face's layout. Read next: train.py.
@@ -39,7 +39,7 @@ TAGS = ["<|user|>", "<|assistant|>", "<|end|>", "<think>", "</think>", "<answer>
 
 
 def solution(text: str, rng: random.Random, lazy: bool) -> str:
-    """Return a completion for the warm-up: fully worked out, or as the lazy student writes it."""
+    """Return a completion for the warm-up: with all steps, or as the lazy student writes it."""
     first, *terms = re.findall(r"[+-]?\d+", text)
     think = not lazy or (rng.random() < 0.8) == (len(terms) == 1)
     total, steps = int(first), []
@@ -92,7 +92,7 @@ def make_base(folder: Path, seed: int = 0, steps: int = 600) -> None:
         return
     torch.manual_seed(seed)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # more threads only wait for each other in a model this small
+    torch.set_num_threads(1)  # in such a small model, more threads would only wait for each other
     try:
         with checkpoint.atomic_folder(folder) as aside:
             tokenizer = write_tokenizer(aside)
@@ -124,8 +124,8 @@ def new_model(tokenizer: Tokenizer) -> Decoder:
 
 
 def teach(model: Decoder, tokenizer: Tokenizer, seed: int, steps: int) -> None:
-    """Train any model whose vocabulary includes all ids of the tokenizer. The last quarter of the
-    steps trains on the lazy student's solutions.
+    """Train any model whose vocabulary includes all ids of the tokenizer. In the last quarter of
+    the steps, the model trains on the lazy student's solutions.
     """
     rng = random.Random(f"warm-up,{seed}")
 
@@ -140,8 +140,8 @@ def teach(model: Decoder, tokenizer: Tokenizer, seed: int, steps: int) -> None:
 def imitate(
     model: Decoder, samples_of: Callable[[int], list[Sample]], steps: int, rise: int = 50
 ) -> None:
-    """Train a model to write the samples of each step. The learning rate rises linearly for `rise`
-    steps, then falls linearly to a twentieth of its peak.
+    """Train a model to write the given samples of each step. The learning rate rises linearly for
+    `rise` steps, then falls linearly to a twentieth of its peak.
 
     Supervised learning is the policy gradient on completions from another source with advantage 1,
     so this function uses the trainer's own loss.

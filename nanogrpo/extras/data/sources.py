@@ -106,7 +106,8 @@ def _file(path: Path) -> list[dict]:
 
 
 def _load(source: str, config: str) -> Mapping[str, Any]:
-    """Return the splits of a data set by name. A data set without splits becomes {"": data set}."""
+    """Return the splits of a data set by name. A data set without splits is returned as {"": data
+    set}."""
     datasets = _import("datasets", source)
     try:
         if any(Path(source, name).is_file() for name in ("state.json", "dataset_dict.json")):

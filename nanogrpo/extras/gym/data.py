@@ -24,7 +24,7 @@ from nanogrpo.feature import Feature
 from nanogrpo.rewards.plugin import split_arguments
 
 PREFIX = "reasoning_gym:"
-# HELD_OUT is added to the seed of held-out problems.
+# The seed of held-out problems is larger by HELD_OUT.
 # Problem i is made from `seed + i`, so data sets with close seeds would share problems.
 HELD_OUT = 1_000_000_000
 EVALUATE = {
@@ -35,7 +35,7 @@ EVALUATE = {
     "spiral_matrix",
     "binary_matrix",
     "n_queens",
-    "composite",  # may contain any other data set
+    "composite",  # composite may contain any other data set
 }
 ARITHMETIC = {"countdown", "puzzle24"}
 

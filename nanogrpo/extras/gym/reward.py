@@ -23,7 +23,7 @@ def reasoning_gym_reward(
     """Return the score of the answer that `extract_answer` finds in each completion, or 0 if there
     is no answer.
 
-    The reward is None for the prompts of other sources.
+    For prompts of other sources, the reward is None.
     """
     origins = reasoning_gym or [None] * len(completions)
     return [origin and score(text_of(c), origin) for c, origin in zip(completions, origins)]

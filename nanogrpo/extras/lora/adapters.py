@@ -5,9 +5,9 @@ In: a model with adapters (lora.py), and the options. Out: adapters, initialized
 folders that peft can load on top of the base model:
 `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)`. If the base was in
 four bits, the folder also has quantization_config.json, with the arguments of transformers'
-BitsAndBytesConfig that quantize a base model in the same way. PEFT's tensor names are ours with a
-prefix and a suffix. PEFT features that we do not support are rejected with a message that names
-them. Read before: lora.py. Read next: run/state.py (when adapters are saved).
+BitsAndBytesConfig that quantize a base model in the same way. PEFT's names of tensors are our names
+with a prefix and a suffix. PEFT features that we do not support are rejected with a message that
+names them. Read before: lora.py. Read next: run/state.py (when adapters are saved).
 """
 
 import json
@@ -29,11 +29,11 @@ from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.weights import gathered
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-QUANTIZATION = "quantization_config.json"  # in the same folder, if the base has four-bit weights
-SUBFOLDER = "adapter"  # the subfolder of a checkpoint that has only the adapters
-# The fields of adapter_config.json that we accept. Each of these fields is either supported or does
-# not change the computation. Every other field must be absent, empty or "none", including fields
-# that PEFT may add later.
+QUANTIZATION = "quantization_config.json"  # written only if the base has four-bit weights
+SUBFOLDER = "adapter"  # the subfolder of a checkpoint that contains only the adapters
+# The fields of adapter_config.json that we accept.
+# Each of these fields is either supported or does not change the computation.
+# All other fields, also new fields of later PEFT versions, must be absent, empty or "none".
 KNOWN = """
     r lora_alpha use_rslora target_modules lora_dropout task_type inference_mode
     auto_mapping revision base_model_name_or_path peft_version megatron_core qalora_group_size
@@ -126,7 +126,7 @@ def load(model: Decoder, folder: Path, cfg: Config) -> None:
 @torch.no_grad()
 def host_adapters(model: Decoder, keep: bool = True) -> dict[str, Tensor]:
     """Return copies of the adapters in host memory, under PEFT's names and in float32. Every rank
-    must call this function; a rank with `keep` off gets an empty dict.
+    must call this function. If `keep` is False, the result on this rank is an empty dict.
     """
     out = {}
     for name, p in model.named_parameters():
@@ -136,8 +136,8 @@ def host_adapters(model: Decoder, keep: bool = True) -> dict[str, Tensor]:
 
 
 def write(weights: dict[str, Tensor], folder: Path, cfg: Config, device: str = "cpu") -> None:
-    """Write a folder in PEFT's format. weights: the result of `host_adapters`; device: the type of
-    device on which the adapters were trained.
+    """Write a folder in PEFT's format. `weights` is the result of `host_adapters`, and `device` is
+    the type of device on which the adapters were trained.
     """
     alpha = cfg.lora_alpha
     config = {

@@ -1,4 +1,4 @@
-"""The embedded engine on frozen weights in four bits.
+"""The embedded engine for frozen weights in four bits.
 
 In: a model whose matrices are in four bits (lora.py). Out: an engine that shares the trainer's
 frozen weights, which no step changes, and copies only the adapters. The engine does not merge the
@@ -28,9 +28,10 @@ class SharingEngine(LocalEngine):
         model.to(self.dtype).requires_grad_(False)
 
     def copy(self, model: nn.Module) -> None:
-        """Take the frozen weights on the first call, and copy the adapters on every call."""
+        """The first call takes the frozen weights from the trainer. Every call copies the
+        adapters."""
         mine, first = dict(self.model.named_parameters()), self.version < 0
-        fsdp.reshard(model)  # FSDP would later free a parameter that is gathered now
+        fsdp.reshard(model)  # FSDP would free a gathered parameter later
         taken = {}
         for name, p in model.named_parameters():
             if first or lora.is_adapter(name):

@@ -4,7 +4,8 @@ B [out, r] are trained. The scale is alpha/r.
 In: a Decoder. `LoRALinear` replaces the chosen layers; parameter names do not change. Out:
 the same model, which can be used in two ways:
 
-* With adapters merged: W + scale · B A is a new tensor, which engines and checkpoints use. W itself
+* With adapters merged: merged: engines and checkpoints use W + scale · B A, which is a new tensor.
+W itself
   is never overwritten.
 * With adapters disabled: the base model is the reference policy when beta > 0, so no second model
   is kept.
@@ -101,7 +102,7 @@ def base_dtype(cfg: Config, device: str) -> str:
 def attach(model: Decoder, cfg: Config, device: str = "cpu") -> None:
     """Freeze the model and add adapters to the chosen layers, unless --lora-r is 0. Call this
     function before the weights are loaded and sharded. With --load-in-4bit, all linear layers of
-    the blocks also become four-bit layers. device: the type of device for the model.
+    the blocks also become four-bit layers. `device` is the type of device for the model.
     """
     if not cfg.lora_r:
         return

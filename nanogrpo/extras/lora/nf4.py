@@ -13,7 +13,7 @@ n weights of a matrix, row by row, are divided into blocks of 64:
 The three tensors are stored as bytes, because FSDP would cast floats to another dtype. FSDP shards
 each tensor by rows, and gathers the tensor before the layer runs.
 
-The forward pass dequantizes a matrix, multiplies with it and frees it. The backward pass does the
+The forward pass dequantizes a matrix, multiplies by it and frees it. The backward pass does the
 same, so no more than one full matrix exists at a time. Read next: nf4_kernels.py (the code book and
 the equations), lora.py (the adapters).
 """
@@ -120,7 +120,7 @@ class _Product(torch.autograd.Function):
 
 def shard_bytes() -> None:
     """Let FSDP2 shard uint8 tensors with torch 2.11. FSDP2 first makes every new shard require a
-    gradient, but a uint8 tensor cannot have one.
+    gradient, which is not possible for a uint8 tensor.
     """
     plain: Any = DTensor.requires_grad_
     if plain.__name__ == "floats_only":
@@ -153,7 +153,7 @@ def quantized(weight: Tensor) -> Quantized:
 
 
 def dequantized(shape: torch.Size, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return a matrix [out, in]. parts: the unsharded PARTS of a layer."""
+    """Return a matrix [out, in]. `parts` are the unsharded PARTS of a layer."""
     return functions_for(parts[0].device).nf4_dequantize(_quantized(shape, parts), dtype)
 
 
@@ -161,7 +161,7 @@ def dequantized(shape: torch.Size, parts: Sequence[Tensor], dtype: torch.dtype) 
 
 
 class Matrix:
-    """The matrix of a four-bit layer, as a target for loading a checkpoint's weight."""
+    """The matrix of a four-bit layer, into which a checkpoint's weight can be loaded."""
 
     dtypes = ("NF4",)
 
@@ -169,7 +169,7 @@ class Matrix:
         self.layer, self.shape = layer, shape_of(layer)
 
     def fill(self, source: Any) -> None:
-        """Store a matrix [out, in] in the layer, and quantize it first if needed.
+        """Store a matrix [out, in] in the layer. If it is not quantized yet, quantize it first.
 
         The layer may be sharded. The whole matrix is needed, because `nested` depends on all of it.
         """
@@ -233,7 +233,8 @@ class QuantizedDecoder(Decoder):
         return cls(ModelConfig.from_dict(raw, where))
 
     def arranged(self, found: Iterable[tuple[str, Any]], where: str) -> Iterator[tuple[str, Any]]:
-        """Yield the six tensors of each four-bit matrix as one item, and all others as they are."""
+        """Yield the six tensors of each four-bit matrix as one item, and all other tensors
+        unchanged."""
         matrices = {name for name, p in parameters(self) if isinstance(p, Matrix)}
         waiting: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for name, tensor in found:

@@ -12,10 +12,11 @@ Code.       c is the number of midpoints between neighbors in NF4 that are below
 Exactness.  The weights equal those of bitsandbytes on a CPU, bit for bit. So ŵ is rounded once,
             from float32. DYNAMIC[d] a' + ā is rounded twice, without a fused multiply-add.
 Product.    y = x Ŵᵀ with ŵ rounded to the dtype of x, as if it had been dequantized first. The
-            tensor cores need x padded to 16 rows. One program per 64 rows of W would leave most of
-            the GPU idle, so several programs divide the columns, and `sum` adds up their products.
-Bytes.      A weight takes 1/2 + 1/64 + 4/2¹⁴ = 0.516 bytes. Dequantizing to bfloat16 moves 2.516
-            bytes per weight, the product 0.516, and a product with a bfloat16 weight 2 bytes.
+            tensor cores need x padded to 16 rows. With one program per 64 rows of W, most of the
+            GPU would be idle. So several programs divide the columns, and `sum` adds up their
+            products.
+Bytes. A weight takes 1/2 + 1/64 + 4/2¹⁴ = 0.516 bytes. Dequantizing to bfloat16 moves 2.516 bytes
+per weight, and this product moves 0.516 bytes. A product with a bfloat16 weight moves 2 bytes.
             For 4096 · 12,288 weights at 4.3 TB/s, these three operations take 29 µs, 6 µs and 23
             µs.
 Reference.  `nf4_dequantize` and `nf4_matmul` in nf4_reference.py.
@@ -29,10 +30,10 @@ from torch import Tensor
 from nanogrpo.extras.lora import nf4_reference
 from nanogrpo.extras.lora.nf4_reference import Quantized
 
-BLOCKS, WARPS = 16, 4  # per program; each thread then reads 4 bytes and writes 8 weights
+BLOCKS, WARPS = 16, 4  # weights per program; each thread then reads 4 bytes and writes 8 weights
 ROWS = 16  # rows of x in a product: at most 16, padded to 16 for the tensor cores
 OUT, STEP = 64, 2  # rows of W per program, and the blocks of each row that it reads at a time
-PROGRAMS = 512  # intended programs per product: four per multiprocessor of a large GPU
+PROGRAMS = 512  # desired number of programs per product: four per multiprocessor of a large GPU
 SIZE = 128  # sums per program of `sum`
 
 # Weights and bytes per block (nf4_reference.py). A row of a tile is a block.
@@ -76,7 +77,7 @@ def matmul_kernel(
     X, PACKED, ABSMAX, NESTED, OFFSET, NF4, DYNAMIC, PARTS, rows, outs, blocks, share,
     ROWS: tl.constexpr, OUT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Program (o, p) multiplies OUT rows of W with x, but only part p of the columns.
+    """Program (o, p) multiplies x by OUT rows of W, but uses only part p of the columns.
 
     The products go to PARTS [parts, rows, outs].
     """

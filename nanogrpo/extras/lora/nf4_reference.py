@@ -1,5 +1,5 @@
-"""NF4 weights (four bits each) in plain PyTorch. Weights are quantized here on any device, once per
-run. The rest runs on a CPU, and nf4_kernels.py must give the same results.
+"""NF4 weights (four bits each) in plain PyTorch. This file quantizes weights once per run, on any
+device. All other functions run on a CPU, and nf4_kernels.py must give the same results.
 
 In: a weight of any float type, with a multiple of 64 elements. Out: a `Quantized`, or the weight
 computed from it, or the product of x [rows, in] and the weight. Read next: nf4_kernels.py (the
@@ -19,7 +19,7 @@ from nanogrpo.kernels.reference.log_softmax import blocks
 # The probabilities form seven equal steps from 1 - δ to 1/2, and eight equal steps from 1/2 to δ.
 # In these formulas, δ = 1 - (1/32 + 1/30) / 2.
 # So all codes are about equally frequent in a block of normal numbers, and 0 and ±1 are exact.
-# Dettmers et al. 2023, arXiv 2305.14314, appendix E. The digits are those of bitsandbytes.
+# Dettmers et al. 2023, arXiv 2305.14314, appendix E. The digits are the same as in bitsandbytes.
 NF4 = torch.tensor(
     [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453]
     + [-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0]
@@ -34,8 +34,9 @@ def midpoints(x: Tensor) -> Tensor:
 
 
 def dynamic_codes() -> Tensor:
-    """Return the 256 numbers of the 8-bit code for absmax: 0, 1, and numbers of both signs. Each
-    decade up to 1 has twice as many numbers as the decade below (Dettmers 2015, arXiv 1511.04561).
+    """Return the 256 values of the 8-bit code for absmax: 0, 1, and further positive and negative
+    values. There are twice as many values from 0.1 to 1 as from 0.01 to 0.1, and so on (Dettmers
+    2015, arXiv 1511.04561).
     """
     ends = [torch.linspace(0.1, 1, 2**i + 1, dtype=NF4.dtype, device="cpu") for i in range(7)]
     positive = torch.cat([10.0 ** (i - 6) * midpoints(ends[i]) for i in range(7)])
@@ -43,7 +44,7 @@ def dynamic_codes() -> Tensor:
 
 
 DYNAMIC = dynamic_codes()
-BLOCK, NESTED = 64, 256  # weights per absmax, and absmax values per nested_absmax
+BLOCK, NESTED = 64, 256  # weights for each absmax, absmax values for each nested_absmax
 
 
 @functools.cache
@@ -56,11 +57,11 @@ def nf4_tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
 class Quantized(NamedTuple):
     """A weight in NF4. The tensors have the values and names that bitsandbytes stores. The tensors
-    may have any shape that keeps the order of their numbers.
+    may be reshaped, but their numbers must stay in the same order.
     """
 
     packed: Tensor  # uint8, two codes per byte, the first in the upper four bits
-    absmax: Tensor  # uint8, codes of the largest magnitude of each block
+    absmax: Tensor  # uint8, the code of each block's largest absolute value
     nested_absmax: Tensor  # float32, the largest |absmax - offset| of every 256 blocks
     nested_offset: Tensor  # [] float32, the mean of absmax
     shape: torch.Size
@@ -99,7 +100,7 @@ def nf4_absmax(q: Quantized) -> Tensor:
 
 def nf4_quantize(w: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize n weights, where n is a multiple of 64. Return `packed` [n/2], and absmax
-    [n/64] in float32. A block with an inf or NaN has no finite weights afterwards.
+    [n/64] in float32. If a block contains inf or NaN, none of its quantized weights is finite.
     """
     x = w.detach().float().reshape(-1, BLOCK)  # [blocks, 64]
     absmax = x.abs().amax(1)  # [blocks]
@@ -111,9 +112,9 @@ def nf4_quantize(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nf4_dequantize(q: Quantized, dtype: torch.dtype) -> Tensor:
-    """Return the weight [*shape]: NF4[code] · absmax, rounded once from float32 to dtype."""
+    """Return the weight [*shape]: Return NF4[code] · absmax, rounded once from float32 to dtype."""
     nf4, _ = nf4_tables(q.packed.device)
-    pairs = torch.cartesian_prod(nf4, nf4)  # [256, 2], both numbers of a byte
+    pairs = torch.cartesian_prod(nf4, nf4)  # [256, 2], the two weights of each byte
     packed, absmax = q.packed.view(-1, BLOCK // 2), nf4_absmax(q)[:, None]
     w = torch.empty(len(packed), BLOCK, dtype=dtype, device=packed.device)
     for rows in blocks(w) if w.device.type == "cpu" else [slice(None)]:

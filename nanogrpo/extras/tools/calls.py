@@ -45,7 +45,7 @@ QUESTION, ARGUMENT, ANSWER = "Qquestion7x", "Qargument7x", "Qanswer7x"
 
 
 class Call(NamedTuple):
-    """A tool call that the model wrote. name: "" if the call cannot be read."""
+    """A tool call that the model wrote. If the call cannot be read, `name` is ""."""
 
     name: str
     arguments: dict[str, Any]
@@ -84,7 +84,7 @@ class ToolCalls:
         self.tokenizer, self.functions, self.environments = tokenizer, functions, environments
         self.max_iterations, self.timeout = cfg.max_tool_calling_iterations, cfg.tool_timeout
         self.template = {"enable_thinking": cfg.enable_thinking} | (cfg.chat_template_kwargs or {})
-        # the most tokens of a prompt with an environment's observation, or None
+        # the maximum length of a prompt with an environment's observation, or None
         self.max_prompt_length: int | None = None
         # Async tools share one event loop, because an HTTP client works only on one event loop.
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -99,7 +99,7 @@ class ToolCalls:
         self.names = [each["name"] for each in described]
         self.arguments = {each["name"]: each["parameters"]["properties"] for each in described}
         self._check()
-        # Some templates end with "<think>", so the model starts inside its reasoning.
+        # Some templates end with "<think>". The model then starts inside its reasoning.
         opens = self._render([{"role": "user", "content": QUESTION}]).rstrip().endswith("<think>")
         self.opening = "<think>" if opens else ""
 
@@ -143,8 +143,8 @@ class ToolCalls:
             s.prompt = shown[key]
 
     def _observed(self, prompt: Prompt, observation: str, others: int) -> Prompt:
-        """Return a prompt with an observation. others: the number of observations in the prompt so
-        far.
+        """Return a prompt with an observation. `others` is the number of observations in the prompt
+        so far.
         """
         if not (observation or others):
             return prompt
@@ -212,9 +212,9 @@ class ToolCalls:
         future = asyncio.run_coroutine_threadsafe(together(), self.loop)
         try:
             return future.result(self.timeout + 1.0 if self.timeout else None)
-        except concurrent.futures.TimeoutError as e:  # a tool blocks the event loop
+        except concurrent.futures.TimeoutError as e:  # a tool has blocked the event loop
             loop, self.loop = self.loop, None
-            # As soon as the tool returns, the loop ends. The next calls use a new event loop.
+            # When the tool returns, the event loop ends. Later calls use a new event loop.
             future.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
             return [call if isinstance(call, Answer) else failed(e) for call in calls]
 
@@ -245,8 +245,8 @@ class ToolCalls:
         return self.tokenizer.render(messages, tools=self.schemas, **self.template)
 
     def _between(self, answers: list[dict]) -> list[int]:
-        """Return the ids that follow the end of the model's turn: the answers as the template
-        formats them, and the beginning of the model's next turn.
+        """Return the ids that follow the end of the model's turn. They are the answers in the
+        template's format, and the beginning of the model's next turn.
         """
         encode, contents = self.tokenizer.encode, [each["content"] for each in answers]
         if all(encode(text) == encode(text, special=False) for text in contents):
@@ -261,8 +261,9 @@ class ToolCalls:
     def _after_turn(self, answers: list[dict]) -> str:
         """Return what the template writes after the end token of a turn with tool calls.
 
-        This text does not depend on the conversation before the token, so a short conversation is
-        rendered. Raises ValueError if the template does not end a turn with a stop token.
+        This text does not depend on the conversation before the end token, so a short conversation
+        is enough to find it. Raises ValueError if the template does not end a turn with a stop
+        token.
         """
         text = self._example(answers).partition(ARGUMENT)[2]
         _, end = min((text.index(stop), stop) for stop in self.stops if stop in text)
@@ -402,7 +403,7 @@ def converted(text: str, schema: dict) -> Any:
 
 
 def failed(error: Any) -> Answer:
-    """error: a string or an exception."""
+    """`error` is a string or an exception."""
     return Answer(readable({"error": str(error) or type(error).__name__}), failed=True)
 
 

@@ -1,4 +1,4 @@
-"""Environments: each completion has an object of its own, whose methods the model calls.
+"""Environments: each completion has its own object, and the model calls the methods of this object.
 
     class Countdown:                                    # --environment-factory file.py:Countdown
         def reset(self, start, **row): …                # before each completion
@@ -20,8 +20,8 @@ from nanogrpo.types import Prompt
 
 class Environments:
     def __init__(self, factory: Callable[[], Any], timeout: float = 0.0):
-        """Make the first environment. timeout: the most seconds that a call of the user's class may
-        take; 0: no limit.
+        """Make the first environment. `timeout` is the maximum seconds for a call of the user's
+        class, or 0 for no limit.
 
         Raises UserError if the class cannot be called, or lacks a method that it needs.
         """
@@ -65,8 +65,8 @@ class Environments:
 
     def reward(self) -> Callable | None:
         """Return the reward function that calls `get_reward` of the environments, or None if their
-        class has no such method. The function is named after the class. A list of one reward per
-        turn becomes one per token: a turn's reward belongs to its last token.
+        class has no such method. The function is named after the class. If `get_reward` returns one
+        reward per turn, the last token of each turn gets the reward of its turn.
         """
         method = getattr(self.pool[0], "get_reward", None)
         if method is None:
@@ -96,7 +96,7 @@ class Environments:
 
 def methods(environment: Any) -> list[Callable]:
     """Return the methods of an environment that are tools."""
-    # look at the class, because getmembers of the object would evaluate its properties
+    # getmembers of the object would evaluate its properties, so use the class
     found = inspect.getmembers(type(environment), inspect.isfunction)
     names = [name for name, _ in found if name not in ("reset", "get_reward") and name[0] != "_"]
     return [getattr(environment, name) for name in names]

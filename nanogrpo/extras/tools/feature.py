@@ -78,8 +78,8 @@ class Tools(Feature):
             self.calls = ToolCalls(self.cfg, tokenizer, self.functions, self.environments)
 
     def encode(self, prompt: Prompt, variables: dict, *_: Any) -> None:
-        """Show the tools to the model. The chat template shows the tools, so a prompt that is plain
-        text becomes a message.
+        """Show the tools to the model. The chat template shows the tools to the model, so a plain
+        text prompt becomes a message.
         """
         if not self.schemas:
             return

@@ -18,11 +18,11 @@ class Overtime(KeyboardInterrupt):
 @users_code()
 def limited(function: Callable[[], Any], seconds: float) -> Any:
     """Call a function. If the function has not returned after `seconds`, end it and raise
-    TimeoutError. 0: no limit.
+    TimeoutError. With 0 seconds, there is no limit.
 
     A signal interrupts Python code, and code that waits for input. A computation in C is
-    interrupted only when it returns. Only the main thread can use signals. A function that catches
-    the interrupt continues without a limit.
+    interrupted only when it returns. Only the main thread can use signals. If a function catches
+    the interrupt, it continues without a time limit.
     """
     if not seconds:
         return function()

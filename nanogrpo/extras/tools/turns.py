@@ -11,11 +11,11 @@ In: the samples of a step, without tokens. Out: the same samples with token_ids,
 these fields itself, from its own engine. A completion, including tool answers, has at most
 max_completion_length tokens. examples/calculator.py is a complete example.
 
-The ranks of a run sample together: rank 0 sends the requests of all ranks to the vLLM servers. But
-the conversations of different ranks have different numbers of turns. So the ranks exchange their
-states before each turn, and a rank that has finished still takes part until all have finished. Read
-before: ../wrapper.py. Read next: grpo/packing.py (how a completion that contains tool output is
-trained on).
+The ranks of a run sample together, because rank 0 sends the requests of all ranks to the vLLM
+servers. But the conversations of different ranks have different numbers of turns. So the ranks
+exchange their states before each turn, and a rank that has finished still takes part until all have
+finished. Read before: ../wrapper.py. Read next: grpo/packing.py (how a completion that contains
+tool output is trained on).
 """
 
 import dataclasses
@@ -91,8 +91,8 @@ class Turns:
         return ids[0]
 
     def turn(self, samples: Sequence[Sample], stops: Sequence[int], done: bool = False) -> bool:
-        """Append one turn to each sample. Every rank must call this method. done: this rank has no
-        more samples.
+        """Append one turn to each sample. Every rank must call this method. `done` says that this
+        rank has no more samples.
 
         Return whether any rank still has turns to sample.
         """
@@ -148,8 +148,8 @@ def spans(indices: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class TurnsEngine(Wrapper):
-    """A wrapper around an engine: a rollout function writes the completions (see the module
-    docstring).
+    """A wrapper around an engine, in which a rollout function writes the completions (see the
+    module docstring).
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class TurnsEngine(Wrapper):
                 self.function(list(samples), turns)
         except (UserError, FloatingPointError):
             raise
-        # The user's code may raise anything, and sys.exit(0) must not look like success.
+        # The user's code may raise any exception, and sys.exit(0) must not look like success.
         except (Exception, SystemExit) as e:
             kind, text = type(e).__name__, str(e)
             raise UserError(f"{self.name} raised {kind}: {text}; fix the function.") from e

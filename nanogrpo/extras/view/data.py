@@ -20,7 +20,7 @@ from nanogrpo.logs.files import read_records
 
 # The kinds of blocks, named as in the page: c is a step, e an evaluation, t the tokens of a step.
 FILES = {"c": "completions_{}.jsonl", "e": "eval_{}.jsonl", "t": "tokens_{}.jsonl.gz"}
-# columns with a place of their own on the page; the last two may have the reference answer
+# columns that the page shows separately; the last two may have the reference answer
 OWN = "step prompt images completion reward advantage stopped answer solution"
 PICTURE = re.compile(r"pictures/([0-9a-f]{16})\.webp")  # extras/vision/processor.py
 PREVIEW = 160  # characters of each prompt in the index
@@ -80,8 +80,8 @@ class Run:
         return self.file(FILES[kind].format(f"{step:05d}"))
 
     def file(self, name: str) -> Path:
-        """Return the path of a file in the folder completions. The page may be passed on, so it has
-        no files from outside of the run.
+        """Return the path of a file in the folder completions. The user may send the page to
+        others, so it contains no files from outside of the run.
         """
         path = self.folder / "completions" / name
         if not (path.is_file() and path.resolve().is_relative_to(self.folder.resolve())):
@@ -133,8 +133,8 @@ class Run:
         return gzip.compress("\n".join(map(json.dumps, self.read(kind, step))).encode(), 6, mtime=0)
 
     def index(self) -> dict:
-        """Return the curves, the options, which of them are not at their default, the prompts of
-        each step, and sentences about what is missing.
+        """Return the curves, the options, the names of the options that differ from their defaults,
+        the prompts of each step, and sentences about missing data.
         """
         records = [*read_records(self.log)]
         blocks = {kind: [[s, self.groups(kind, s)] for s in self.steps(kind)] for kind in "ce"}

@@ -44,7 +44,7 @@ TEXT, DATA = "text/plain; charset=utf-8", "application/octet-stream"
 
 
 def page(index: Sequence[dict], blocks: Iterable[tuple[str, bytes]], live: bool) -> Iterator[str]:
-    """Yield the parts of the page. blocks: (name, compressed data).
+    """Yield the parts of the page. `blocks` are pairs (name, compressed data).
 
     A content security policy allows only the scripts and styles of the page itself, and no requests
     except those of a live page to its server.
@@ -74,7 +74,7 @@ def write(runs: Sequence[Run], out: Path) -> None:
     every = max(1, math.ceil(size / LIMIT))
     steps = sorted({s for run in runs for kind in FILES for s in run.steps(kind)}, reverse=True)
     for run in runs:
-        run.kept = set(steps[::every])  # the last step, and others at equal intervals
+        run.kept = set(steps[::every])  # the last step, and other steps at equal intervals
     index = [run.index() for run in runs]
     for found in index if every > 1 else ():
         found["notes"].append(
@@ -140,7 +140,7 @@ class Handler(BaseHTTPRequestHandler):
         return 404, TEXT, b"There is no such block.\n"
 
     def log_message(self, format: str, *args: object) -> None:
-        """Print nothing: the path of a request contains the secret."""
+        """Print nothing, because the path of a request contains the secret."""
 
 
 class Server(ThreadingHTTPServer):

@@ -13,9 +13,10 @@ is one completion, with a list per column and an entry per token:
     gap      the trainer's log-prob before the first update, minus the engine's
     share    the token's share of the gradient of its update: see `gradient`
 
-A number that does not exist is null. Inserted text, such as a tool's answer, has no numbers, and a
-completion that training skips has only `logp`. If --num-iterations repeats the updates, ratio,
-entropy and share are those of the last update. Read next: data.py (what the page reads).
+If a number does not exist, the entry is null. Inserted text, such as a tool's answer, has no
+numbers, and a completion that training skips has only `logp`. If --num-iterations repeats the
+updates, ratio, entropy and share come from the last update. Read next: data.py (what the page
+reads).
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
 
 COLUMNS = ("entropy", "ratio", "gap", "share")
 LIMIT = 256 * 2**20  # bytes of all files of a run
-# The most bytes that a token takes in the file (docs/log.md). It is used to choose groups.
+# The maximum number of bytes that a token takes in the file (docs/log.md). It is used to choose
+# groups.
 BYTES = 24
 
 
@@ -113,9 +115,9 @@ class TokenLog(Feature):
     def _choose(self, step: int, everyone: Sequence[tuple[int, float]]) -> list[int]:
         """Return the samples of the groups to write. Groups with a gradient come first.
 
-        After step s of S, the files may take up s/S of LIMIT bytes. So if a group is larger than
-        one step's share, one group is written every few steps. The first group is written at once.
-        everyone: (number of tokens, advantage) of each sample.
+        After step s of S, all files together may have s/S of LIMIT bytes. So if a group is larger
+        than one step's share, one group is written every few steps. The first group is always
+        written immediately. `everyone` has (number of tokens, advantage) of each sample.
         """
         n = self.cfg.num_generations
         groups = [range(i, i + n) for i in range(0, len(everyone), n)]
@@ -141,10 +143,10 @@ class TokenLog(Feature):
 
 
 def pieces(ids: Sequence[int], tokenizer: Tokenizer, texts: dict[int, str]) -> list[str]:
-    """Return the text of each token, including special tokens. texts: a cache of all calls.
+    """Return the text of each token, including special tokens. `texts` is a cache of all calls.
 
     A token is decoded after another token, because some tokenizers drop a space at the start of
-    a text. Tokens that end within a character are decoded together.
+    a text. If a character consists of several tokens, these tokens are decoded together.
     """
     before = tokenizer.encode("a", special=False)
     cut = len(tokenizer.decode(before))
@@ -153,7 +155,7 @@ def pieces(ids: Sequence[int], tokenizer: Tokenizer, texts: dict[int, str]) -> l
         return tokenizer.decode(before + run, skip_special_tokens=False)[cut:]
 
     out = []
-    run = []  # tokens that do not make a whole character yet
+    run = []  # tokens that do not form a whole character yet
     for i in ids:
         if i not in texts:
             texts[i] = decoded([i])

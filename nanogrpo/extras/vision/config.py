@@ -13,8 +13,8 @@ import nanogrpo.extras.rope_scaling  # noqa: F401 (adds kinds of scaling)
 from nanogrpo.errors import check
 from nanogrpo.model.hf_config import ModelConfig
 
-# Fields that would change the computation, each with the only value that is supported, besides
-# null. rope_parameters describes the encoder's rotary embedding.
+# Fields that would change the computation, each with its only supported value except null.
+# rope_parameters describes the encoder's rotary embedding.
 FIXED = {
     "in_channels": 3,
     "hidden_act": "gelu_pytorch_tanh",
@@ -34,7 +34,7 @@ class VisionConfig:
     intermediate_size: int = 4304
     num_heads: int = 16
     patch_size: int = 16  # pixels along a side of a patch
-    temporal_patch_size: int = 2  # frames in a patch; all show the same picture
+    temporal_patch_size: int = 2  # frames in a patch, which all show the same picture
     spatial_merge_size: int = 2  # patches along a side of the square that becomes one token
     out_hidden_size: int = 3584  # the decoder's hidden_size
     num_position_embeddings: int = 2304  # a square grid
@@ -52,8 +52,8 @@ class VisionConfig:
     @property
     def axes(self) -> list[int]:
         """Return the axis of each of the decoder's E/2 frequencies: 0 time, 1 height, 2 width. The
-        axes alternate, 0 1 2 0 1 2 …. After height and width have all their frequencies, the
-        remaining and slowest frequencies belong to time.
+        axes alternate: 0 1 2 0 1 2 and so on. After height and width have all their frequencies,
+        the remaining and slowest frequencies belong to time.
         """
         _, height, width = self.mrope_section
         ends = (0, 3 * height, 3 * width)
@@ -62,7 +62,7 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class VisionModelConfig(ModelConfig):
-    """The fields of the decoder, and those of the encoder."""
+    """The fields of the decoder, and the fields of the encoder."""
 
     vision: VisionConfig = VisionConfig()
 

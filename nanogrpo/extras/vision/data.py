@@ -50,13 +50,13 @@ class Reader:
     def insert(
         self, text: str | list[dict], columns: dict, base: Path
     ) -> tuple[str | list[dict], list[Picture]]:
-        """Return the prompt with its pictures, and a list of the pictures. base: the data file's
-        folder.
+        """Return the prompt with its pictures, and a list of the pictures. `base` is the data
+        file's folder.
 
-        The pictures of the column `images`, or else `image`, fill the parts {"type": "image"} of
-        the messages. If no message has such a part, the pictures come before the text of the first
-        user message. A prompt that is a string becomes a user message if it has pictures. `columns`
-        gets the pictures, too.
+        The pictures of the column `images`, or else of `image`, are inserted into the parts
+        {"type": "image"} of the messages. If no message has such a part, the pictures come before
+        the text of the first user message. A prompt that is a string becomes a user message if it
+        has pictures. `columns` gets the pictures, too.
         """
         given: list[Picture] = []
         for column in COLUMNS:  # the last one counts
@@ -158,8 +158,8 @@ def decoded(value: Any, what: str) -> Picture:
 
 
 def rgb(picture: Image.Image) -> Image.Image:
-    """Return a picture in RGB, upright as its EXIF data says, and on white if it is
-    transparent.
+    """Return a picture in RGB, turned upright according to its EXIF data. A transparent picture
+    gets a white background.
     """
     picture = ImageOps.exif_transpose(picture)
     if "A" in picture.getbands() or picture.info.get("transparency") is not None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Vision(Feature):
-    """Read pictures for the model in a folder. freeze: whether to train only the decoder."""
+    """Read pictures for the model in this folder. With `freeze`, only the decoder is trained."""
 
     def __init__(self, folder: Path, freeze: bool = False):
         if "vision_config" not in read_json(folder / "config.json"):
@@ -61,7 +61,7 @@ class Vision(Feature):
         return ids
 
     def settings(self, cfg: Config, inputs: Inputs) -> None:
-        """Refuse reward models, which only read texts, if a prompt has pictures."""
+        """If a prompt has pictures, refuse reward models, which can read only texts."""
         judges = [name for name in cfg.reward_funcs if name.startswith("model:")]
         for p in (*inputs.prompts, *inputs.eval_prompts) if judges else ():
             if isinstance(p.text, list) and any(isinstance(m["content"], list) for m in p.text):

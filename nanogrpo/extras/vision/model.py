@@ -2,8 +2,8 @@
 the decoder of model/decoder.py.
 
 In: a packed micro-batch, as for the decoder, and the pictures of its prompts (processor.py). Out:
-what the decoder returns. Without pictures, the result is that of `Decoder`. Parameters have the
-same names as in Hugging Face.
+what the decoder returns. Without pictures, the result is the same as with `Decoder`. Parameters
+have the same names as in Hugging Face.
 
     pixels → patch embedding + position embedding → block → … → block → merger ──┐ instead of the
     [N, C·Tp·Ph·Pw]                                   └→ merger ─┐               │ embeddings of the
@@ -14,17 +14,18 @@ Encoder.  The N patches of all pictures are concatenated; each picture attends t
           causal mask. A patch in row y and column x of a picture of h × w patches gets two kinds of
           position:
           * Learned: a table [S, S, D] is interpolated linearly at y (S-1)/(h-1), x (S-1)/(w-1).
-          * Rotary: of the E dimensions, pairs i < E/4 turn by y f_i, and the next E/4 by x f_i. The
+          * Rotary: the E dimensions form E/2 pairs. The first E/4 pairs are rotated by y f_i, and
+          the other E/4 pairs by x f_i. The
             frequencies are f_i = 10000^(-4i/E) (Heo et al. 2024, arXiv 2403.13298, axial).
 
 Merger.   Four neighbouring patches become one token: W2 gelu(W1 [n(x_0) … n(x_3)]), with a
           LayerNorm n.
-DeepStack (Meng et al. 2024, arXiv 2406.04334). The outputs of a few encoder blocks get mergers
-          of their own, whose norm sees four patches at once. The results are added to the hidden
-          states of the image tokens after the first decoder layers.
+DeepStack (Meng et al. 2024, arXiv 2406.04334). A few encoder blocks have their own mergers, whose
+norm sees four patches at once. The outputs of these mergers are added to the hidden states of the
+image tokens after the first decoder layers.
 Rotary embedding of the decoder. A position has three axes: time, height, width (processor.py).
-          Frequency i < E/2 uses the axis `VisionConfig.axes[i]`. Where the positions on all axes
-          are equal, as in text, the result is ordinary rotary embedding.
+          Frequency i < E/2 uses the axis `VisionConfig.axes[i]`. In text, the positions on all axes
+          are equal, so the result is ordinary rotary embedding.
 
 Read before: model/decoder.py. Read next: data.py (pictures in data sets).
 """
@@ -52,7 +53,7 @@ EPS = 1e-6  # the epsilon of all norms
 
 
 class PatchEmbed(nn.Module):
-    """A convolution whose stride is its kernel size, computed as a matrix product."""
+    """A convolution whose stride equals its kernel size, computed as a matrix product."""
 
     def __init__(self, c: VisionConfig):
         super().__init__()
@@ -100,8 +101,8 @@ class EncoderBlock(nn.Module):
 
 
 class Merger(nn.Module):
-    """Squares of m · m patches → tokens of the decoder's width. The norm sees one patch or, with
-    `together`, the whole square.
+    """Turn each square of m · m patches into a token of the decoder's width. The norm sees one
+    patch or, with `together`, the whole square.
     """
 
     def __init__(self, c: VisionConfig, together: bool):
@@ -144,7 +145,7 @@ class Encoder(nn.Module):
         return grid.view(h // m, m, w // m, m, 2).transpose(1, 2).reshape(-1, 2)
 
     def forward(self, pixels: Tensor, grid: Sequence[tuple[int, int, int]]) -> list[Tensor]:
-        """grid: frames (1), rows and columns of patches of each picture."""
+        """`grid` has the frames (1), rows and columns of patches of each picture."""
         c, table = self.cfg, self.pos_embed.weight
         S = round(len(table) ** 0.5)
         square = table.T.unflatten(1, (S, S)).unsqueeze(0)  # [1, D, S, S]
@@ -170,11 +171,12 @@ class Encoder(nn.Module):
         return [self.merger(x), *features]
 
     def activation_bytes(self, item: int, kind: str) -> int:
-        """Return the bytes per image token that are kept for the backward pass (extras/memory.py).
-        item: bytes per number. kind: --gradient-checkpointing.
+        """Return how many bytes per image token the backward pass needs (extras/memory.py). `item`
+        is the number of bytes per number, and `kind` is --gradient-checkpointing.
         """
         c, D, F = self.cfg, self.cfg.hidden_size, self.cfg.intermediate_size
-        # A block keeps the input and output of two norms, and q, k, v before and after rotation.
+        # A block keeps the inputs and outputs of two norms, and q, k and v before and after
+        # rotation.
         # A block also keeps attention's result and its copy, two MLP products, and statistics.
         block = item * (11 * D + 2 * F) + 4 * (4 + c.num_heads)
         kept = {"none": block, "full": item * D, "selective": item * (7 * D + F)}[kind]
@@ -204,12 +206,12 @@ class VisionBody(nn.Module):
     def forward(
         self, tokens: Tensor, positions: Tensor, attend: Attend, *images: tuple[int, Images]
     ) -> Tensor:
-        """images: (first row of a prompt in the micro-batch, its pictures)."""
+        """`images` has (first row of a prompt in the micro-batch, its pictures)."""
         text, c = self.language_model, self.cfg
         # All ranks gather weights and sum gradients together, so every rank must use the encoder.
         # Each weight also needs a gradient, because the optimizer counts steps for each weight.
-        # So in training, an empty picture is encoded for a micro-batch without pictures. All of its
-        # gradients are 0.
+        # So in training, an empty picture is encoded for a micro-batch without pictures.
+        # All gradients of an empty picture are 0.
         sharded = hasattr(self.visual.blocks[0], "unshard")
         if not (images or sharded or torch.is_grad_enabled()):
             return text(tokens, positions, attend)
@@ -247,7 +249,7 @@ class VisionDecoder(Decoder):
 
     def __init__(self, cfg: VisionModelConfig):
         super().__init__(cfg)
-        # VisionBody contains the Body, and has every attribute of Body that other code uses
+        # VisionBody contains a Body, and has all attributes of Body that other code uses
         self.model = VisionBody(cfg.vision, self.model)  # type: ignore[assignment]
         self.reset_parameters()
 

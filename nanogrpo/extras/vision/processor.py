@@ -6,13 +6,13 @@ ids with as many image tokens as the pictures need, and `Images`: where these to
 positions, and the pixel values. Read next: model.py, which turns patches into embeddings.
 
 A picture is resized to multiples of 32 pixels (patch_size · merge_size) and cut into patches of 16
-× 16 pixels. Each square of 2 × 2 patches becomes one token. For example, a picture of 70 × 100
-pixels (height × width), if its size is not limited, is processed as follows:
+× 16 pixels. Each square of 2 × 2 patches becomes one token. For example, a picture has 70 × 100
+pixels (height × width), and its size is not limited. It is processed as follows:
 
 * The resized picture has 64 × 96 pixels.
-* There are 4 × 6 patches, each a row of 1536 = 3 colours · 2 equal frames · 16 · 16 values.
-* The four patches of a square are neighbours: (0,0) (0,1) (1,0) (1,1) (0,2) (0,3) …
-* There are 2 × 3 tokens.
+* There are 4 × 6 patches. A patch is a row of 3 colours · 2 equal frames · 16 · 16 = 1536 values.
+* The four patches of a square follow each other: (0,0) (0,1) (1,0) (1,1) (0,2) (0,3) …
+* The 4 × 6 patches become 2 × 3 tokens.
 * The positions for time are t t t t t t, for height h h h h+1 h+1 h+1, and for width w w+1 w+2 w
   w+1 w+2.
 
@@ -50,8 +50,8 @@ SMALL = 256  # the longest side of a thumbnail, in pixels
 
 @dataclass(frozen=True)
 class Settings:
-    """Fields of config.json and preprocessor_config.json that say how pictures become patches. As
-    for all published models, pictures are resized (bicubic), divided by 255 and normalized.
+    """Fields of config.json and preprocessor_config.json that say how pictures become patches.
+    Pictures are resized (bicubic), divided by 255 and normalized, as in all published models.
     """
 
     patch_size: int
@@ -100,7 +100,7 @@ class Images:
     sources: list[bytes]  # image files, all RGB and upright
     settings: Settings
     grid: list[tuple[int, int, int]]  # frames (1), rows and columns of patches
-    starts: list[int]  # each picture's first token, as an index into the prompt
+    starts: list[int]  # the first token of each picture, as an index into the prompt
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
@@ -145,8 +145,8 @@ class Images:
         return f"{self.settings} {[hashlib.sha256(file).hexdigest() for file in self.sources]}"
 
     def write(self, folder: Path) -> dict[str, list[str]]:
-        """Write a small copy of each picture into the folder of the completions, unless it is
-        there already. Return a column with the names of these files, for the table of completions.
+        """Write a small copy of each picture into the folder of the completions, unless the copy
+        already exists. Return a column with the names of these files, for the table of completions.
         """
         names = [f"pictures/{hashlib.sha256(file).hexdigest()[:16]}.webp" for file in self.sources]
         for name, source in zip(names, self.sources):
@@ -168,8 +168,8 @@ def prepare(
 ) -> tuple[list[int], Images]:
     """Return the ids with all image tokens, and the pictures.
 
-    token_ids: a prompt with one image token per picture, as chat templates write it. sources: as in
-    `Images`.
+    `token_ids` is a prompt with one image token per picture, as chat templates write it. `sources`
+    is as in `Images`.
     """
     token = settings.image_token_id
     count = [*token_ids].count(token)
@@ -198,7 +198,7 @@ def prepare(
 
 
 def smart_resize(height: int, width: int, settings: Settings) -> tuple[int, int]:
-    """Return the height and width that a picture is resized to. Height and width are multiples of
+    """Return the height and width to which a picture is resized. Height and width are multiples of
     the side of a token. The aspect ratio stays about the same, and the number of pixels is from
     min_pixels to max_pixels.
     """
