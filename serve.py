@@ -1,4 +1,5 @@
-"""The vLLM sidecar: it samples for train.py, which sends it new weights at the start of every step.
+"""The vLLM sidecar, which samples for train.py. It receives new weights from train.py at the start
+of every step.
 
     export NANOGRPO_SECRET=$(openssl rand -hex 16)        # the same for its trainers
     python serve.py --model runs/base                     # for trainers on this machine
@@ -48,7 +49,7 @@ FIXED = {
 # Blocks are short, because the completions of a group share only full blocks of their prompt.
 # vLLM's default on a CPU is 128 tokens, and its fast kernel needs a multiple of 32.
 ON_CPU = ["--no-enable-chunked-prefill", "--block-size", "32", "--kv-cache-memory-bytes"]
-LARGEST = 16 << 30  # bytes; the default limit of the KV cache, which vLLM zeroes at the start
+LARGEST = 16 << 30  # default limit of the KV cache, in bytes; vLLM fills it with zeros
 
 
 def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -110,7 +111,7 @@ def check_vllm() -> None:
 def check_port(host: str, port: int) -> None:
     """Raise UserError if the port is taken, before vLLM spends a minute loading."""
     try:
-        # as for the server itself, a port that was closed recently counts as free
+        # a port that was closed recently counts as free, as for the server itself
         listen(host, port).close()
     except (OSError, OverflowError) as e:
         raise UserError(
@@ -136,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
     from vllm.utils.cpu_resource_utils import get_memory_node_info, get_visible_memory_node
 
     if current_platform.is_cpu():
-        # vLLM requires that the cache fits into free memory
+        # vLLM requires that its cache fits into the free memory
         free = get_memory_node_info(get_visible_memory_node()[0]).available_memory
         words = [*ON_CPU, str(min(free // 4, LARGEST)), *words]
     sys.argv[1:] = words
@@ -147,8 +148,8 @@ def main(argv: list[str] | None = None) -> int:
 def set_environment() -> None:
     """Set the variables that vLLM, its workers and our access control read."""
     os.environ["NANOGRPO_SERVER"] = str(os.getpid())  # the workers end with this process
-    # Only vLLM's development mode has the weight routes. Our access control closes its other
-    # routes.
+    # Only vLLM's development mode has the weight routes.
+    # Our access control closes the other routes of this mode.
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -92,7 +92,7 @@ def train(run: Run) -> None:
                         # 1 / (completion tokens of the optimizer step over all ranks).
                         # By default, a step of this loop also makes only one optimizer step.
                         # Then every ratio is 1, and nothing is clipped.
-                        # The gradient is then that of -A · log π.
+                        # The gradient is then the gradient of -A · log π.
                         out = model.forward_strip(batch, objective(batch, cfg, run.features))
                         # Sums gradients over micro-batches and ranks.
                         fsdp.backward(model, out.loss, world, last)
@@ -124,7 +124,7 @@ def start(cfg: Config, given: Given = NOTHING) -> Path:
     features = attach(cfg, given)  # optional parts (nanogrpo/extras/attach.py)
     with join(cfg) as world, stoppable(), output.claimed(cfg, world):
         inputs = load(cfg, world, features, given)  # everything but the weights
-        settle(inputs)  # sets max_steps; on a GPU, a feature also sets the token budget and more
+        settle(inputs)  # sets max_steps; on a GPU, features set further options
         train(setup(inputs))
     return Path(cfg.output_dir)
 

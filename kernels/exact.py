@@ -1,26 +1,28 @@
-"""Forward passes whose result for a token never depends on the other tokens in the batch.
+"""Compute forward passes in which the result for a token never depends on the other tokens in the
+batch.
 
 In: matrices, or queries, keys and values. Out: as in reference/. With `--bitwise`, these functions
-replace those of reference/ (nanogrpo/extras/bitwise.py). Then the engine, which decodes one token
-for each of a few completions, and the trainer, which computes whole strips, compute the same bits.
+replace those of reference/ (nanogrpo/extras/bitwise.py). The engine decodes one token for each of a
+few completions, and the trainer computes whole strips. With these functions, both compute the same
+bits.
 
 Why bits differ. Float addition is not associative: (a + b) + c ≠ a + (b + c). A library chooses the
             order of a sum by the shape of a matrix, because other orders are faster for other
-            shapes. So the same row, in a batch of another size, gets another order and other last
-            bits. Over all layers, log-probs then differ by about 1e-6 in float32, and by 1e-2 in
-            bfloat16.
+            shapes. So if a row is in a batch of another size, its sums have another order, and its
+            last bits differ. Over all layers, log-probs then differ by about 1e-6 in float32, and
+            by 1e-2 in bfloat16.
 Remedy.     The order of each sum must depend only on the position of the token in its sequence.
             * A matrix product computes tiles of `ROWS` rows, whatever the number of rows. The last
               tile is filled up with zeros. So the library always sees the same shape.
             * Attention visits the keys in blocks of `KEYS` keys, which start at multiples of `KEYS`
               from the first key of the sequence. A block that a query does not see adds exactly 0,
               so it does not matter how many blocks follow.
-            * RMSNorm, rotation and log-softmax compute each row alone, and are used as they
-              are. PyTorch's silu is replaced: it computes the last elements of a tensor by another
-              formula if their number is not a multiple of the vector width.
+            * RMSNorm, rotation and log-softmax already compute each row independently, so they are
+            not replaced. PyTorch's silu is replaced. If the number of elements is not a multiple of
+            the vector width, it uses another formula for the last elements of a tensor.
             * Sampling and training compute the log-prob with the same function.
 Cost.       On one core, a product with tiles of 64 rows takes 1.4 times as long as one product of
-            1024 rows. Decoding fewer than 64 rows computes 64.
+            1024 rows. A decode step with fewer than 64 rows computes 64 rows.
 Read next: triton/exact.py (the same on a GPU), nanogrpo/extras/bitwise.py.
 """
 
@@ -53,10 +55,10 @@ def attend(
 ) -> Tensor:
     """Return the attention output for q [T, H, E] with `heads` key heads, in tiles of queries.
 
-    `tiles` has the vectors first, count, seen, start [tiles] and at [keys], all int64. The queries
-    of a tile are the rows first … first + count of q, at most QUERIES. The first of them sees
-    `seen` keys, and each one after it sees one more. The address of key i is at[start + i], plus
-    `head_stride` for each key head before its own. An address is an index into k and v, which are
+    `tiles` contains the int64 vectors first, count, seen and start [tiles], and at [keys]. The
+    queries of a tile are the rows first … first + count of q, at most QUERIES. The first query of a
+    tile sees `seen` keys, and each further query sees one key more. The address of key i of key
+    head h is at[start + i] + h · `head_stride`. An address is an index into k and v, which are
     contiguous.
 
     For each block of keys, with the running maximum m, sum l and result o (Milakov and Gimelshein

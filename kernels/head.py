@@ -4,15 +4,15 @@ tokens, without ever storing all logits.
 In: hidden [M, D], lm_head [V, D], targets [M], `LossInputs` [M]. Out: vectors [M]. The backward
 returns dhidden [M, D] and dhead [V, D]. Matrix products are computed by cuBLAS, or on a CPU by
 linear.py. All other operations are functions of the package `ops`, which is reference/ (PyTorch) or
-triton/ (kernels with the same names). So reference/ and triton/ share the loop over chunks and the
-two autograd Functions below. Read next: nanogrpo/model/head.py.
+triton/ (kernels with the same names). So the loop over chunks and the two autograd Functions below
+are the same for reference/ and triton/. Read next: nanogrpo/model/head.py.
 
 Equation.   z_i = h_i Wᵀ / T;  logp_i = z_{i,y_i} - lse(z_i);
             L = Σ_i weight_i l(logp_i) - entropy_weight_i H_i.
 Derivation. The contribution of token i to L depends only on h_i and W, and weight_i is known
-            beforehand. So dL/dz_i = weight_i l'(logp_i) (1[j = y_i] - p_ij) / T + … can be computed
-            as soon as row i of the logits is known. Therefore, the forward already computes the
-            gradients while the logits of the chunk exist: dh = dz W,  dW = Σ_chunks dzᵀ h.  The
+            beforehand. So as soon as row i of the logits is known, dL/dz_i = weight_i l'(logp_i)
+            (1[j = y_i] - p_ij) / T + … can be computed. Therefore, the forward already computes the
+            gradients while the logits of the chunk exist: dh = dz W, dW = Σ_chunks dzᵀ h. The
             backward only multiplies the gradients by the upstream scalar.
 Work.       The head needs three matrix products, or 6·M·V·D FLOP. If the backward recomputed the
             logits, four products (8·M·V·D) would be needed. At M = 8192, V = 151,936 and 790
@@ -20,8 +20,8 @@ Work.       The head needs three matrix products, or 6·M·V·D FLOP. If the bac
 Memory.     The head stores one chunk of C rows of logits (2·C·V bytes in bfloat16, 2.5 GB at C =
             8192), dW in float32 (4·V·D bytes) and dh.
 Bytes.      The logits are read and written once, in place: 4·M·V bytes (1.16 ms at 4.3 TB/s). Each
-            chunk after the first also reads and writes dW (8·V·D bytes). Reading and writing dW
-            takes 245/C of the time of the chunk's matrix products, for any D. So one chunk of 8192
+            chunk after the first also reads and writes dW (8·V·D bytes). For any D, reading and
+            writing dW takes 245/C of the time of the chunk's matrix products. So one chunk of 8192
             rows is faster than many small chunks.
 Reference.  A test compares the results with those of `log_softmax_forward` and `policy_rows_` on
             all logits at once (tests/model/test_head.py).
@@ -101,8 +101,8 @@ class HeadPolicyLoss(torch.autograd.Function):
     """(hidden, lm_head, targets, inputs, clip, temperature, chunk, ops) → loss, log-prob [M],
     entropy [M], clip flags [M] and KL [M] or None. Only the loss is differentiable.
 
-    All tokens are computed, also those with weight 0, because packing leaves out all tokens that
-    are not trained on.
+    Tokens with weight 0 are computed, too, because packing has already left out the tokens that are
+    not trained on.
     """
 
     @staticmethod
@@ -139,7 +139,7 @@ class HeadPolicyLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream, *_):
-        # `out` has the final dtype, so that no second float32 tensor of dhead's size is needed.
+        # `out` has the final dtype, so no second float32 tensor of the size of dhead is needed.
         scaled = (
             None if g is None else torch.mul(g, upstream, out=torch.empty_like(g, dtype=dtype))
             for g, dtype in zip(ctx.saved_tensors, ctx.dtypes)
@@ -173,7 +173,7 @@ def add_product(total: Tensor | None, dlogits: Tensor, h: Tensor) -> Tensor:
     if by_onednn(h.T, dlogits.T):
         part = product(h.T, dlogits.T).T  # [V, D], transposed in memory
         return part.contiguous() if total is None else total.add_(part)
-    beta = 0.0 if total is None else 1.0  # beta = 0: the values in `total` are ignored
+    beta = 0.0 if total is None else 1.0  # with beta = 0, the values in `total` are ignored
     if total is None:
         total = h.new_empty(dlogits.shape[1], h.shape[1], dtype=accumulate(h.dtype))
     dtype = total.dtype

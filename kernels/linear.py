@@ -10,9 +10,9 @@ Equation.   Y = X Wᵀ + b;  dX = dY W;  dW = dYᵀ X;  db = Σ_rows dY. The fun
 Why.        On a CPU, torch computes float32 matrix products with the BLAS that it was built with.
             On some CPUs, another library is faster. On one core of an AMD EPYC, MKL reaches 110
             GFLOP/s, and oneDNN, which torch also includes, reaches 186 to 253 GFLOP/s. oneDNN reads
-            a transposed view of B directly, but copies a transposed view of A. A call of oneDNN has
-            10 µs more overhead than a call of MKL, or half a millisecond more if oneDNN must
-            generate code for a new number of rows.
+            a transposed view of B directly, but copies a transposed view of A. A call of oneDNN
+            takes 10 µs longer to start than a call of MKL. If oneDNN must generate code for a new
+            number of rows, it takes half a millisecond longer.
 Elsewhere.  GPUs, other dtypes, autocast and small products use F.linear. The setting
             torch.backends.mkldnn.flags(enabled=False) turns oneDNN off, both here and in torch.
 
@@ -40,7 +40,7 @@ def by_onednn(a: Tensor, b: Tensor) -> bool:
     traced.
     """
     return (
-        a.is_cpu  # checked first: on a GPU, nothing else is evaluated
+        a.is_cpu  # the device is checked first, so on a GPU, nothing else is evaluated
         and b.is_cpu
         and a.dtype == b.dtype == torch.float32
         and _onednn is not None

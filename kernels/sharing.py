@@ -1,9 +1,10 @@
 """Find the rows of the prompts that the sequences of a strip share.
 
 In: the sequences (`Strip` in reference/attention.py). A prompt is a sequence that attends only to
-itself, and its completions follow it directly. Out: `prompts` [N, 2] int32, the first row and the
-end of each sequence's prompt, and `reach` [N] int32, the end of the last sequence that attends to
-each sequence. In this example, the prompt pqr has the completions a and de, and xy is alone:
+itself, and its completions follow it directly. Out: `prompts` [N, 2] int32, with the first row and
+the end of each sequence's prompt, and `reach` [N] int32, with the end of the last sequence that
+attends to each sequence. In this example, the prompt pqr has the completions a and de, and xy is
+alone:
 
     tokens        p q r   │ a       │ d e       │ x y
     row           0 1 2     3         4 5         6 7
@@ -12,8 +13,8 @@ each sequence. In this example, the prompt pqr has the completions a and de, and
     prompts       0:0       0:3       0:3         0:0
     reach         6         4         6           8
 
-So e, the query in row 5, attends to the keys in the rows 0 … 2 and 4 … 5. And r, the key in row 2,
-is visible to the queries in the rows 2 … 5. Read next: triton/attention.py.
+So the query e in row 5 attends to the keys in the rows 0 … 2 and 4 … 5. The key r in row 2 is
+visible to the queries in the rows 2 … 5. Read next: triton/attention.py.
 """
 
 import functools

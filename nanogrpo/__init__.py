@@ -14,7 +14,8 @@ __version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import the Python interface only when used, because it loads the options of all extras."""
+    """Import the Python interface only when it is used, because it loads the options of all
+    extras."""
     if name in __all__:
         from nanogrpo.extras import api
 

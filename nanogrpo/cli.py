@@ -37,7 +37,7 @@ DEBUG: Options = {
     "data": (f"{SUMS}/train.jsonl",),
     "eval_data": (f"{SUMS}/held_out.jsonl",),
     "output_dir": "runs/debug",
-    "overwrite_output_dir": True,  # because the preset is run after each code change
+    "overwrite_output_dir": True,  # short, because the preset is run after each code change
     "max_steps": 4,
     "num_generations": 8,
     "generation_batch_size": 32,
@@ -94,7 +94,7 @@ def parser(
         if options is not None and field.name not in options:
             continue
         default, text = field.default, rules["help"]
-        if epilog:  # keep only the text before the first semicolon
+        if epilog:  # keeps only the text before the first semicolon
             text = text.partition(";")[0]
         if default not in ("", (), None):
             shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
@@ -180,8 +180,8 @@ def resolve(
 def _over(lower: Options, upper: Options) -> Options:
     """Merge two layers of options. An option in `upper` overrides the same option in `lower`.
 
-    If `upper` sets the epochs or the steps, both are dropped from `lower`, because both options set
-    the length of the run.
+    The epochs and the steps both set the length of a run. So if `upper` sets one of them, both are
+    dropped from `lower`.
     """
     length = {"num_train_epochs", "max_steps"}
     dropped = length if any(upper.get(name) for name in length) else set()

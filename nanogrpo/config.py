@@ -321,15 +321,15 @@ class Config:
 
     @property
     def slots(self) -> int:
-        """max_concurrent, or 64 if max_concurrent is not set. On a GPU, a feature sets
+        """The value of max_concurrent, or 64 if max_concurrent is not set. On a GPU, a feature sets
         max_concurrent according to free memory.
         """
         return self.max_concurrent or 64
 
     @property
     def strip_tokens(self) -> int:
-        """token_budget, or 16,384 if token_budget is not set. On a GPU, a feature sets token_budget
-        according to free memory.
+        """The value of token_budget, or 16,384 if token_budget is not set. On a GPU, a feature sets
+        token_budget according to free memory.
         """
         return self.token_budget or 16384
 
@@ -342,7 +342,7 @@ class Config:
 
     @property
     def upper_epsilon(self) -> float:
-        """epsilon_high, or epsilon if epsilon_high is not set."""
+        """The value of epsilon_high, or of epsilon if epsilon_high is not set."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     def problems(self) -> Iterator[str]:

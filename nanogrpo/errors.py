@@ -50,12 +50,12 @@ def reading(
     """
     try:
         yield
-    # the last three exceptions end the program or a generator, and do not report a damaged file
+    # the last three exceptions end the program or a generator, and say nothing about the file
     except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as e:  # see above
         reason = first_sentence(e)
-        if isinstance(e, LookupError | TypeError):  # their message is often only a name
+        if isinstance(e, LookupError | TypeError):  # the message is often only a name
             reason = f"{type(e).__name__}: {reason}"
         where = what() if callable(what) else what
         raise UserError(f"{where} {problem} ({reason}): {advice}.") from e
@@ -77,8 +77,8 @@ def read_json(path: Path, **how: Any) -> dict:
 
 
 def unwritten(path: Path, error: BaseException) -> UserError:
-    """Return the error of a file or folder that could not be written. If a disk is full, torch only
-    says "enforce fail", because it wrote fewer bytes than it should.
+    """Return the error of a file or folder that could not be written. If a disk is full, the
+    message of torch is only "enforce fail", because torch could not write all bytes.
     """
     return UserError(
         f"{path} could not be written ({first_sentence(error)}): choose another folder, or make "

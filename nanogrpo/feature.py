@@ -3,7 +3,7 @@
 An extra is a subclass of `Feature` with some of the methods below. extras/attach.py creates the
 extras that the options turn on, always in the same order. Every rank has the same extras. The core
 calls each method in one place (`metrics` in two: steps and evaluations) and knows nothing else
-about an extra. A method that returns None leaves the work to the core. Read next: run/setup.py and
+about an extra. If a method returns None, the core does the work itself. Read next: run/setup.py and
 step.py (the callers), extras/attach.py (the list of extras).
 """
 
@@ -37,7 +37,7 @@ def first(answers: Iterable[T | None]) -> T | None:
 
 
 class Feature:
-    # Whether the loss has a term without the advantage, so that no completion may be left out.
+    # Whether the loss has a term without the advantage. If so, no completion may be left out.
     all_gradients = False
 
     # --- before the first step, in this order ---
@@ -58,23 +58,24 @@ class Feature:
     # Initialize weights that the checkpoint does not contain, after the other weights are loaded.
     def loaded(self, model: Decoder) -> None: ...
     def optimizer(self, groups: list[dict]) -> torch.optim.Optimizer | None: ...
-    # Return further tensors that a checkpoint must contain to resume the run. Resuming overwrites
-    # them, so change them in place.
+    # Return further tensors that a checkpoint must contain to resume the run.
+    # Resuming overwrites these tensors, so change them in place.
     def tensors(self) -> dict[str, Tensor] | None: ...
     def engine(self, run: Run) -> Engine | None: ...
     def wrap(self, engine: Engine, run: Run) -> Engine | None: ...
     def running(self, run: Run) -> AbstractContextManager | None: ...
 
     # --- in each step, in this order ---
-    # Return other prompts for a step, for all ranks, as many as there are in `drawn`. Every rank
-    # must return the same prompts.
+    # Return other prompts for a step, for all ranks, as many as there are in `drawn`.
+    # Every rank must return the same prompts.
     def draw(self, run: Run, drawn: list[Prompt], seed: int, step: int) -> list[Prompt] | None: ...
-    # Read or change the rewards, or replace samples in place. The samples are those of this rank.
+    # Read or change the rewards, or replace samples in place. The list contains the samples of this
+    # rank.
     def scored(self, run: Run, samples: list[Sample], step: int) -> None: ...
     # Return advantages [P, G] and standard deviations (see grpo/advantages.py), for all ranks.
     def advantages(self, rewards: Tensor, by_function: Tensor) -> tuple[Tensor, Tensor] | None: ...
-    # Return a list for each sample of this rank, with an advantage for each token. The samples are
-    # complete groups, and already have an `advantage`.
+    # Return a list for each sample of this rank, with an advantage for each token.
+    # The samples are complete groups, and already have an `advantage`.
     def token_advantages(self, run: Run, samples: list[Sample]) -> list[list[float]] | None: ...
     # Fill in what the loss of an optimizer step needs, before the first update.
     def batches(self, run: Run, batches: Sequence[PackedBatch]) -> None: ...

@@ -118,7 +118,7 @@ def pack(
     micro-batch of an optimizer step.
 
     The old and reference log-probs are computed before the first optimizer step. Every rank must
-    call this function and iterate over its result. A sample moves to a different rank only if that
+    call this function and iterate over its result. A sample moves to a different rank only if this
     is needed to balance the work.
     """
     world, cfg, cost = run.world, run.cfg, run.model.cfg.pair_cost
@@ -142,9 +142,9 @@ def logp(model: Decoder, batch: PackedBatch, cfg: Config) -> Tensor:
 def add_logps(run: Run, batches: Sequence[PackedBatch]) -> None:
     """Fill in the old and reference log-probs that the loss of one optimizer step needs.
 
-    `old_logp` holds the log-probs under the policy that sampled. If a generation has only one
-    optimizer step, `old_logp` stays None, because the ratio is then 1. `ref_logp` holds the
-    log-probs under the reference model, for the KL.
+    `old_logp` holds the log-probs under the policy that sampled the completions. If a generation
+    has only one optimizer step, `old_logp` stays None, because the ratio is then 1. `ref_logp`
+    holds the log-probs under the reference model, for the KL.
     """
     cfg, off_policy = run.cfg, run.cfg.updates_per_step > 1
     for batch in batches if off_policy or run.ref_model else ():  # batches are built only if needed

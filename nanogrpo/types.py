@@ -64,21 +64,21 @@ class Sample:
     stopped: bool
     versions: list[int]  # the version of the weights that sampled each token
     # for each token: True if the model sampled it, False if it was inserted and is not trained on;
-    # None: the model sampled all tokens, which is always so without features
+    # None if the model sampled all tokens, which is always the case without features
     is_model_token: list[bool] | None = None
     text: str = ""  # the decoded completion, without special tokens
     # replaces `text` as the argument of reward functions; None: the text
     conversation: Conversation | None = None
     # further arguments of reward functions, by name; emptied once the reward is known
     arguments: dict = field(default_factory=dict)
-    # the reward from each function, by function name; None: the function does not apply
+    # the reward from each function, by function name; None if the function does not apply
     rewards: dict[str, float | None] = field(default_factory=dict)
-    # the values of each function that returned one for each token; their sum is in `rewards`
+    # the lists of functions that return a value for each token; their sum is in `rewards`
     token_rewards: dict[str, list[float | None]] = field(default_factory=dict)
-    # the weighted sum of the rewards; None: no function applied, or the rewards were lost
+    # the weighted sum of the rewards; None if no function applied, or if the rewards were lost
     reward: float | None = None
     extra: dict = field(default_factory=dict)  # values that reward functions passed to log_extra
-    # with token advantages, the one of the largest magnitude
+    # with token advantages, the token advantage of the largest absolute value
     advantage: float = 0.0
     # an advantage for each token, set only by features; None: `advantage` holds for all tokens
     token_advantages: list[float] | None = None
@@ -148,7 +148,7 @@ class PackedBatch:
     cu_seqlens: Tensor  # [N+1] int32: sequence n is tokens[cu_seqlens[n] : cu_seqlens[n+1]]
     max_len: int  # length of the longest sequence
     # [Tk] int64: the rows whose keys each sequence attends to, ending with its own rows;
-    # None: each sequence attends only to its own rows
+    # None if each sequence attends only to its own rows
     kv_rows: Tensor | None
     # [N+1] int32: sequence n attends to kv_rows[kv_cu_seqlens[n] : kv_cu_seqlens[n+1]]
     kv_cu_seqlens: Tensor | None
@@ -161,8 +161,8 @@ class PackedBatch:
     # [M] float32: the weight of the token in the loss (`token_weight` in grpo/loss.py)
     weight: Tensor
     sampling_logp: Tensor  # [M] float32: the engine's log-prob
-    # [M] float32: the log-prob under the policy that sampled; None: on policy, so the ratio is 1.
-    # The trainer computes old_logp before the first update, unless a feature has set it.
+    # [M] float32: the log-prob under the policy that sampled; None means on policy, so the ratio is
+    # 1. The trainer computes old_logp before the first update, unless a feature has set it.
     old_logp: Tensor | None = None
     # [M] float32: the log-prob under the reference model; None: beta is 0
     ref_logp: Tensor | None = None

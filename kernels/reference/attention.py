@@ -36,7 +36,7 @@ class Strip:
     The queries of sequence n are the rows cu_seqlens[n] … cu_seqlens[n+1]. The queries attend
     causally to the keys of the same rows. With `kv_rows`, the queries attend to the keys of the
     rows kv_rows[kv_cu_seqlens[n]] …, which end with the sequence's own rows. So completions share
-    one copy of their prompt. ../sharing.py finds the rows of the prompt.
+    one copy of their prompt. The file ../sharing.py finds the rows of the prompt.
     """
 
     cu_seqlens: Tensor  # [N+1] int32
@@ -65,7 +65,7 @@ class Strip:
 def attention(q: Tensor, k: Tensor, v: Tensor, strip: Strip, window: int = 0) -> Tensor:
     """Return the attention output [T, H, E]. If `window` is not 0, each query attends only to its
     own token and the window - 1 tokens before it. Separate calls are exact and, on a CPU, as fast
-    as padding.
+    as one call with padding.
     """
     at, (k, v) = strip.bounds, strip.gathered(k, v)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H or K, T or Tk, E]

@@ -25,8 +25,7 @@ def policy_rows_(
     default, it overwrites the logits.
 
     If the weight of a row is 0, its l, clip flag and KL are 0, but its log-prob must still be
-    finite. Rows whose weight and entropy_weight are both 0 never reach this function:
-    kernels/head.py skips them.
+    finite. If the weight and the entropy_weight of a row are both 0, kernels/head.py skips the row.
     """
     logp, entropy, norm = log_softmax_forward(logits, targets, temperature)
     l, dl, clip, kl = policy_terms(logp, inputs, c)

@@ -1,4 +1,4 @@
-"""Gather rows. The backward adds up the gradients of each row in float32.
+"""Gather rows. Gather rows of a tensor. The backward adds up the gradients of each row in float32.
 
 In: x [T, …], index [n] int64. Out: x[index]. Read next: kernels/head.py.
 """
@@ -9,8 +9,8 @@ from torch.autograd.function import once_differentiable
 
 from .log_softmax import accumulate
 
-# The type of the value that describes a summation order. Only triton/gather.py needs a summation
-# order.
+# The type of the value that describes a summation order.
+# Only triton/gather.py needs a summation order.
 Order = tuple[Tensor, Tensor] | None
 
 

@@ -28,7 +28,7 @@ def paged_attention(
     """Normalize and rotate q [b, H, E] and k [b, K, E], write k and v to the pages of b rows, and
     return the attention output [b, H, E].
 
-    rotation: the last five arguments of `norm_rope`. The other shapes are positions [b] int64,
+    `rotation` are the last five arguments of `norm_rope`. The other shapes are positions [b] int64,
     table [B, pages of a row] int32, and keys and values [pages, K, PAGE, E]. The key of row r is
     written to position positions[r] % PAGE of the page table[r, positions[r] // PAGE]. If `window`
     is not 0, a token attends only to itself and the window - 1 tokens before it.
@@ -44,7 +44,7 @@ def paged_attention(
     seen = columns <= last  # [b, 1, S]
     if window:
         seen &= columns > last - window
-    # zeros in unused places, because an old NaN in a page would spread
+    # zeros in unused places, because an old NaN in a page would spread to the result
     k, v = (
         x[pages].transpose(1, 2).flatten(2, 3).masked_fill(~seen[..., None], 0.0)  # [b, K, S, E]
         for x in (keys, values)

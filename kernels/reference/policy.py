@@ -1,4 +1,4 @@
-"""The GRPO loss of each token and its derivative. On a CPU, a run uses exactly this code.
+"""The GRPO loss of each token and its derivative. A run on a CPU computes its loss with this code.
 
 In: log-probs and `LossInputs` [M]. Out: the loss, its derivative with respect to each log-prob, the
 clip flags and the KL. Start with `policy_terms`, which has an equation above each computation.
@@ -10,9 +10,9 @@ These functions are called between train.py and `policy_terms`:
        └─ policy_rows_ (fused_rows.py)         turns a chunk of logits into log-probs and gradients
           └─ policy_terms (below)              the loss of each token, and its derivative
 
-The derivatives are written out instead of left to autograd. The formulas specify what the kernels
-compute, and the fused head needs the derivatives during its forward pass. A test compares the
-derivatives with autograd and finite differences (tests/model/test_head.py). Read next:
+The derivatives are written as formulas, instead of using autograd. The formulas specify what the
+kernels compute, and the fused head needs the derivatives during its forward pass. A test compares
+the derivatives with autograd and finite differences (tests/model/test_head.py). Read next:
 log_softmax.py.
 """
 
@@ -63,7 +63,8 @@ def exp(log_ratio: Tensor) -> Tensor:
 
 
 def k3(x: Tensor) -> Tensor:
-    """Return e^x - x - 1 with x clamped to ±20: never negative, and 0 where x = 0.
+    """Return e^x - x - 1 with x clamped to ±20. The result is never negative, and it is 0 where x =
+    0.
 
     Near 0, expm1(x) - x is more precise than e^x - x - 1, which suffers from cancellation.
     """
@@ -94,9 +95,9 @@ def policy_terms(
     None).
 
     loss = l · importance + β · KL, where l is the clipped term below. If a log-prob is NaN, loss
-    and gradient must be NaN, so that the trainer detects the error. Therefore each comparison, also
-    in `clipped`, tests whether the derivative is zero. A comparison with NaN is false, so NaN is
-    kept.
+    and gradient must be NaN, so that the trainer detects the error. Therefore, all comparisons
+    (also in `clipped`) test whether the derivative is zero. A comparison with NaN is false, so NaN
+    is kept.
     """
     # ratio: r = π(token) / π_old(token) = exp(logp - old_logp), so dr/dlogp = r, or 0 if clamped
     log_ratio = torch.zeros_like(logp) if inputs.old_logp is None else logp - inputs.old_logp

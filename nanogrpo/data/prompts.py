@@ -55,7 +55,7 @@ def load_prompts(
     """
     data = cfg.data if train_data is None else [train_data]
     prompts = load(cfg, tokenizer, data, features, context=context)
-    if len(prompts) < cfg.prompts_per_step:  # a repeated prompt would count twice
+    if len(prompts) < cfg.prompts_per_step:  # a repeated prompt would be counted twice
         raise UserError(
             f"--data {' '.join(cfg.data)} holds {len(prompts)} prompts but a step draws "
             f"{cfg.prompts_per_step} different ones: add prompts, or lower --generation-batch-size."
@@ -97,8 +97,8 @@ def load(
     """Return the prompts of all sources. `sources.read` explains `split`.
 
     `Prompt.id` is the position of the record in the concatenation of all sources. The random
-    numbers of a completion depend on this id. Adding a source at the end, or dropping a long
-    prompt, does not change the id of any other prompt.
+    numbers of a completion depend on this id. If a source is added at the end, or a long prompt is
+    dropped, all other prompts keep their ids.
 
     A prompt is never truncated, because a truncated question can have a different answer. A prompt
     with more than --max-prompt-length tokens (after the chat template) is refused or dropped.
@@ -292,7 +292,7 @@ def _order(count: int, n: int, seed: int, epoch: int) -> np.ndarray:
     of a step (at most n epochs back).
     """
     begin = epoch
-    while n <= count and begin * count % n:  # with n > count, steps repeat prompts anyway
+    while n <= count and begin * count % n:  # if n > count, steps repeat prompts anyway
         begin -= 1
     order = _permutation(count, seed, begin)
     for e in range(begin + 1, epoch + 1):

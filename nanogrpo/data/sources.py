@@ -13,7 +13,7 @@ from nanogrpo.errors import UserError, reading
 from nanogrpo.feature import Feature, first
 
 Record = tuple[str, dict]  # location, such as "file.jsonl:12" or "arithmetic, row 3"; and record
-# A name, a list of records (dicts), or another object that a feature can read.
+# A source is a name, a list of records (dicts), or another object that a feature can read.
 Source = Any
 
 
@@ -50,7 +50,7 @@ def _json_lines(path: Path) -> Iterator[Record]:
             f"{path} is not a .jsonl file: name one, `arithmetic` (a built-in task), or another "
             "source that docs/data.md lists."
         )
-    # Only b"\n" ends a line. str.splitlines would also split at U+2028, which JSON strings allow.
+    # Only b"\n" ends a line. The method str.splitlines also splits at U+2028, which JSON allows.
     number, advice = 1, "each line must be one complete JSON object"
     with path.open("rb") as file, reading(lambda: f"{path}:{number}:", advice, "not JSON"):
         for number, line in enumerate(file, start=1):

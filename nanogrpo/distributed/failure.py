@@ -40,7 +40,7 @@ store: dist.Store | None = None
 def end(error: BaseException) -> NoReturn:
     """Report the error, unless another rank failed first. Exit without waiting for the other ranks.
 
-    Use this function where raising the error would not end all ranks.
+    Use this function if raising the error would not end all ranks.
     """
     rank, status, message = os.environ.get("RANK", "0"), 1, str(error)
     if isinstance(error, (UserError, FloatingPointError)):

@@ -38,7 +38,7 @@ class Sharding:
     keep_gathered: bool = False  # keep a block's weights gathered until the optimizer step
     reduce_each: bool = False  # reduce gradients after each micro-batch
     offload: bool = False  # keep the shards in host memory
-    whole: bool = False  # leave the model to the caller, unsharded
+    whole: bool = False  # do not shard the model; the caller handles its weights
     # tells torch's `checkpoint` which results to keep instead of recomputing them
     contexts: Callable[[], Any] = noop_context_fn
 
@@ -106,8 +106,8 @@ def _shard(model: Any, world: World) -> None:
         # the head stays gathered: its backward pass directly follows its forward pass
         fully_shard(model.lm_head, reshard_after_forward=False, **options)
     fully_shard(model, reshard_after_forward=False, **options)
-    # By default, FSDP2 starts to gather a block when the host reaches this block, which would be
-    # late, because the host often waits for the bounds of sequences.
+    # By default, FSDP2 starts to gather a block when the host reaches this block.
+    # This would be late, because the host often waits for the bounds of sequences.
     # So each block explicitly prefetches the next block, in both passes.
     for block, following in itertools.pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])
@@ -115,8 +115,8 @@ def _shard(model: Any, world: World) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered parameters, so that their shards can be accessed. Without a call of
-    `reshard`, the root's parameters stay gathered after a forward pass that has no backward pass.
+    """Free the gathered parameters, so that their shards can be accessed. After a forward pass
+    without a backward pass, the root's parameters stay gathered until `reshard` is called.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

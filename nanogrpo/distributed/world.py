@@ -27,7 +27,8 @@ from nanogrpo.types import Sample
 
 
 class Spread(NamedTuple):
-    """Count, sum and range of some values: for 1.0 and 4.0, Spread(2, 5.0, min=1.0, max=4.0)."""
+    """The count, the sum and the range of some values. For 1.0 and 4.0: Spread(2, 5.0, min=1.0,
+    max=4.0)."""
 
     n: int
     total: float
@@ -53,7 +54,7 @@ class World:
 
     @property
     def main(self) -> bool:
-        """Whether this is the rank that writes the log and other files of the whole run."""
+        """Whether this rank writes the log and the other files of the whole run."""
         return self.rank == 0
 
     def patient(self) -> "World":
@@ -90,7 +91,7 @@ class World:
         """Return the samples that this rank trains on, by their index in the generation.
 
         A sample that moves to a different rank is sent only to that rank. `mine` holds the samples
-        of this rank's prompts; together, the ranks hold the generation in rank order. `wanted[r]`
+        of this rank's prompts. In rank order, these lists form the whole generation. `wanted[r]`
         holds the indices of the samples that rank r trains on.
         """
         start = sum(self.gather(len(mine))[: self.rank])
@@ -212,7 +213,7 @@ def _connect(cfg: Config, world: World) -> None:
     launched = "WORLD_SIZE" in os.environ
     if not launched and world.device.type == "cpu":
         return
-    # NCCL is for tensors on GPUs, gloo for small Python objects and offloaded shards.
+    # NCCL exchanges tensors on GPUs; gloo exchanges small Python objects and offloaded shards.
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=cfg.ddp_timeout)
     try:
@@ -235,5 +236,5 @@ def _connect(cfg: Config, world: World) -> None:
             "can reach that address, or choose another port (torchrun --master-port)."
         ) from e
     if world.size > 1:
-        # The clone has its own connection, because another thread may block that of `store`.
+        # Another thread may block the connection of `store`, so the clone has its own.
         failure.store = dist.PrefixStore("failure", store.clone())

@@ -24,8 +24,8 @@ class SamplingParams:
     keep, as in transformers.
     """
 
-    temperature: float = 1.0  # 0: greedy sampling, with log-probs at temperature 1
-    top_k: int = 0  # keep the k most likely tokens; 0: all
+    temperature: float = 1.0  # 0 means greedy sampling, with log-probs at temperature 1
+    top_k: int = 0  # keep the k most likely tokens; 0 means all
     top_p: float = 1.0  # keep the smallest set of tokens with at least this total probability
     max_tokens: int = 256  # maximum number of completion tokens, including the stop token
     stop_token_ids: Sequence[int] = ()
@@ -76,8 +76,8 @@ def stream(seed: int, step: int, prompt: int, sample: int) -> int:
     machines.
 
     The key depends only on these arguments, so a resumed run draws the same random numbers as the
-    interrupted run. Neither batching nor the number of ranks changes the random numbers of a
-    sample. In bfloat16, batching can still change the sample, because it changes how logits are
+    interrupted run. The random numbers of a sample do not depend on batching or on the number of
+    ranks. In bfloat16, batching can still change the sample, because it changes how logits are
     rounded.
     """
     digest = hashlib.blake2b(f"{seed},{step},{prompt},{sample}".encode(), digest_size=8).digest()

@@ -29,7 +29,7 @@ from nanogrpo.model.hf_config import ModelConfig
 
 @dataclass
 class Prefix:
-    """The keys and values of a prompt without its last token."""
+    """The keys and values of all tokens of a prompt except the last one."""
 
     ids: list[int]  # the prompt
     kv: Tensor  # [2, L, K, t, E]
@@ -38,8 +38,8 @@ class Prefix:
 
 
 class KVCache:
-    """A cache in which each row has two contiguous blocks of memory for each layer, [K, S, E]
-    of keys and of values.
+    """A cache in which each row has two contiguous blocks of memory for each layer: keys [K, S, E]
+    and values [K, S, E].
 
     The newest token of row i is written to column `positions[i]` and attends to the columns up to
     `positions[i]`. Only the first `span` columns are read, so short sequences are fast even in a
@@ -84,14 +84,15 @@ class KVCache:
         return True
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Copy row rows[i] to row i, for each i. No row may be both copied and overwritten."""
+        """Copy row rows[i] to row i, for each i. A row that is copied must not be overwritten by
+        another copy."""
         target = [i for i, row in enumerate(rows) if row != i]
         source = [rows[i] for i in target]
         if target:
             self.kv[:, :, target] = self.kv[:, :, source]
 
     def begin(self, positions: Tensor) -> None:
-        """Prepare a step. positions: [b] int64, with b ≤ B and values below S."""
+        """Prepare a step. `positions` is [b] int64, with b ≤ B and values below S."""
         self.positions = positions
         self.span = span = int(positions.max()) + 1
         self.widen(span)
@@ -109,8 +110,8 @@ class KVCache:
         if window:
             unseen = self.index[: self.span] <= self.positions[:, None] - window  # [b, span]
             bias = bias.masked_fill(unseen[:, None, None], -torch.inf)
-        # The H/K query heads of a key head are the rows of one matmul, so no key is repeated.
-        # In a decode step, two plain matmuls take a third of the time of torch's attention.
+        # The H/K query heads of a key head are the rows of one product, so no key is repeated.
+        # In a decode step, two matrix products take a third of the time of torch's attention.
         q = q.view(b, K, H // K, E)
         scores = torch.matmul(q * E**-0.5, keys.transpose(-1, -2))  # [b, K, H/K, span]
         out = torch.matmul(scores.add_(bias).softmax(-1), values)  # [b, K, H/K, E]

@@ -41,7 +41,7 @@ class GraphRunner(Runner):
         """Replay the graph of a step. A graph is captured after the first step with its shape."""
         padded = min(rounded(rows), self.state.shape[1])
         self.state[1, rows:padded] = 0
-        # the values that are constant in a graph
+        # the values that do not change within a graph
         shape = (padded, params.temperature, params.top_k, params.top_p)
         if shape in self.graphs:
             graph, logp = self.graphs[shape]
@@ -62,13 +62,15 @@ class GraphRunner(Runner):
 
 
 def rounded(rows: int) -> int:
-    """Round up to a power of two; above 16, to a multiple of 16; above 64, to a multiple of 32."""
+    """Round up to a power of two. Numbers above 16 become a multiple of 16, and numbers above 64 a
+    multiple of 32."""
     step = 32 if rows > 64 else min(16, 1 << (rows - 1).bit_length())
     return -(-rows // step) * step
 
 
 def join_layers(model: Decoder) -> None:
-    """Compute q, k and v in one product, and gate and up in another, if they are `nn.Linear`."""
+    """Compute q, k and v in one product, and gate and up in another product, if these layers are
+    `nn.Linear`."""
     blocks: Any = model.model.layers
     for block in blocks:
         attention, mlp = block.self_attn, block.mlp
@@ -81,8 +83,8 @@ def join(*layers: nn.Linear) -> Callable[[Tensor], tuple[Tensor, ...]]:
     """Store the weights of several layers in one tensor. Return a function that computes the
     results of all layers for the same input in one product.
 
-    The parameters of each layer become views of that tensor. So copying weights to a layer also
-    changes the joint tensor.
+    The parameters of each layer become views of this joint tensor. So copying weights to a layer
+    also changes the joint tensor.
     """
     sizes, joint = [len(layer.weight) for layer in layers], []
     for parts in zip(*(layer.parameters() for layer in layers)):  # the weights, then any biases

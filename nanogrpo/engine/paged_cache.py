@@ -17,15 +17,15 @@ from nanogrpo.model.dispatch import functions_for
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.types import moved
 
-PAGE = 32  # tokens; small pages waste less of each row's last page, large pages need fewer reads
+PAGE = 32  # tokens; small pages leave less space unused, large pages need fewer reads
 
 
 def cache_tokens(slots: int, max_len: int, wanted: int | None = None) -> int:
     """Return the number of tokens whose keys and values fit into the engine's cache.
 
-    The result is `wanted`, but at least one context length and at most `slots` context lengths,
-    which is also the default. Each cached token takes 2·K·E numbers in each layer. The cache has
-    one more page, page 0, for padding rows (see PagedCache).
+    The result is `wanted`, but at least one context length, and at most `slots` context lengths.
+    The default is `slots` context lengths. In each layer, a cached token takes 2·K·E numbers. The
+    cache has one more page, page 0, for padding rows (see PagedCache).
     """
     context = pages_of(max_len)
     most = slots * context
@@ -37,13 +37,14 @@ def pages_of(tokens: int) -> int:
 
 
 class PagedCache:
-    """A cache in which a row is a list of pages of PAGE tokens, from one pool per layer.
+    """A cache in which each row is a list of pages. A page holds PAGE tokens, and each layer has
+    its own pool of pages.
 
     `table[r]` lists the pages of row r in order. The page of position p is table[r, p // PAGE]. The
     tensors are never replaced, because CUDA graphs use their addresses. Unused entries of the table
     are 0. No row owns page 0: the rows that pad a graph's shape write there. Rows that have reached
-    their limit also write there until the host reads their tokens. For them, the table has one more
-    column, which is 0.
+    their limit also write to page 0, until the host reads their tokens. For these rows, the table
+    has one more column, which is 0.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class PagedCache:
         heads = cfg.num_key_value_heads, PAGE, cfg.head_dim
         self.kv = torch.zeros(2, cfg.num_hidden_layers, pages, *heads, dtype=dtype, device=device)
         self.table = torch.zeros(B, pages_of(S) + 1, dtype=torch.int32, device=device)
-        # the next table, in NumPy, which changes a few numbers faster than torch
+        # the next table; NumPy changes single numbers faster than torch
         self.on_host = torch.zeros_like(self.table, device="cpu").numpy()
         self.clear()
 
@@ -81,7 +82,7 @@ class PagedCache:
         t = prefix.kv.shape[3]
         full = t // PAGE
         each = pages_of(min(t + ahead, self.S)) - full  # pages that a row does not share
-        shared = full - len(prefix.pages)  # 0 if another row has them
+        shared = full - len(prefix.pages)  # 0 if another row has written them
         count = min(count, (len(self.free) - shared) // each)
         if count <= 0:
             return 0
@@ -94,14 +95,15 @@ class PagedCache:
 
     def write(self, started: Iterable[tuple[int, int, Prefix]]) -> None:
         """Copy the table to the device, and then do the same as KVCache.write. The indices of pages
-        come from the table on the device. If they came from the host's table, the host would wait.
+        come from the table on the device. If these indices came from the host's table, the host
+        would wait.
         """
         self.table.copy_(moved(torch.from_numpy(self.on_host), self.table.device))
         for first, count, prefix in started:
             filled = F.pad(prefix.kv, (0, 0, 0, PAGE - prefix.kv.shape[3] % PAGE))
             parts = filled.unflatten(3, (-1, PAGE)).transpose(2, 3)  # [2, L, pages, K, PAGE, E]
             pages = self.table[first : first + count, : parts.shape[2]].long()
-            self.kv[:, :, pages] = parts[:, :, None]  # each row writes the shared pages, too
+            self.kv[:, :, pages] = parts[:, :, None]  # each row also writes the shared pages
 
     def reserve(self, lengths: Iterable[int]) -> bool:
         """Reserve pages for lengths[r] tokens in each row r. If there are too few free pages,

@@ -1,9 +1,9 @@
-"""Run the model of an engine, to prefill prompts and to decode one token for each active row.
+"""Run the model of an engine: prefill prompts, and decode one token for each active row.
 
 In: completions (scheduler.py). Out: a `Prefix` for each prompt, or the next tokens of all rows. A
-prompt is prefilled once for all its completions. The last token of a prompt is left out, because
-this token is the first input of decoding. So prefill needs neither the output head nor sampling,
-and all tokens are sampled in `step`.
+prompt is prefilled once for all its completions. Prefill leaves out the last token of a prompt,
+because this token is the first input of decoding. So prefill needs neither the output head nor
+sampling, and all tokens are sampled in `step`.
 
 Read next: sampler.py (how a token is sampled), graphs.py (the same on a GPU).
 """
@@ -93,7 +93,7 @@ class Runner:
         """Sample one token for each of the first `rows` rows, and advance `state`. Return the
         log-probs of the tokens, [rows] float32.
 
-        No computation here depends on the host, so a CUDA graph can replay this step.
+        This step needs no data from the host, so a CUDA graph can replay it.
         """
         token, position, key = self.state[:, :rows]  # [rows] each
         self.cache.begin(position)

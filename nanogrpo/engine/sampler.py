@@ -3,8 +3,8 @@
 In: logits `[b, V]`, and each row's random key and counter `[b]`. Out: tokens `[b]` and their
 log-probs `[b]` after filtering. The random numbers are counter-based: each number is a hash of the
 completion's key and the token's position. So the random numbers of a completion are the same in any
-row, in any batch and on any rank. The completion is also the same, unless the logits are rounded
-differently in another batch, which can happen in bfloat16. Read next: kernels/reference/sample.py
+row, in any batch and on any rank. The completion is the same, too, unless its logits are rounded
+differently. In bfloat16, this can happen in another batch. Read next: kernels/reference/sample.py
 (`sample_tokens`), runner.py, which calls this file.
 """
 
@@ -21,7 +21,7 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
         logits = logits.masked_fill(logits < kth, float("-inf"))
     if params.top_p < 1.0:
         ascending, order = (logits.float() / (params.temperature or 1)).sort(dim=-1)
-        # unlikely tokens outside the top_p set
+        # the unlikely tokens that top_p removes
         tail = ascending.softmax(-1).cumsum(-1) <= 1.0 - params.top_p
         tail[:, -1] = False  # always keep the most likely token
         logits = logits.masked_fill(tail.scatter(1, order, tail), float("-inf"))

@@ -31,9 +31,9 @@ class Completion:
     sample: Sample
     limit: int  # maximum number of completion tokens
     key: int  # key of its random stream
-    turn: int  # position in the order of all completions
-    # The input tokens to start from. All completions of a prompt share one list of its tokens. A
-    # completion that was put back into the queue has a new list, with all its tokens so far.
+    turn: int  # the position among all completions
+    # The input tokens to start from. All completions of a prompt share one list of its tokens.
+    # If a completion was put back into the queue, it has a new list with all its tokens so far.
     start: list[int]
 
     @property
@@ -54,12 +54,12 @@ class Scheduler:
         self.cache, self.slots = cache, slots
         self.put_back = 0  # completions put back into the queue since the last `metrics`
         # [3, slots]: each row's next input token, the position of this token, and the random key.
-        # The tensor is never replaced, because CUDA graphs use its address. Each step advances it,
-        # and `schedule` writes it if rows have started or moved.
+        # The tensor is never replaced, because CUDA graphs use its address.
+        # Each step advances it, and `schedule` writes it if rows have started or moved.
         self.state = torch.zeros(3, slots, dtype=torch.int64, device=device)
 
     def start(self, completions: Iterable[Completion]) -> None:
-        """Queue these completions, and drop all others."""
+        """Put these completions into the queue, and drop all others."""
         self.waiting: deque[Completion] = deque(completions)
         self.active: list[Completion] = []
         self.prefixes: dict[int, Prefix] = {}  # by id(completion.start)

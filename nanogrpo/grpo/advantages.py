@@ -2,8 +2,9 @@
 
 In: rewards [P, G], NaN where no reward function applied. Out: advantages [P, G]. An advantage that
 cannot be computed is NaN, until `step_advantages` replaces it with 0. All functions are pure. The
-formulas are those of TRL 1.16.0, and tests compare them with TRL's code; docs/equations.md lists
-the papers. Adding another estimator takes a few lines (docs/fork.md). Read next: loss.py.
+formulas are the same as in TRL 1.16.0, and tests compare them with TRL's code. The page
+docs/equations.md lists the papers. Adding another estimator takes a few lines (docs/fork.md). Read
+next: loss.py.
 """
 
 from collections.abc import Sequence
@@ -60,9 +61,9 @@ def step_advantages(
     `rewards` holds the weighted sums of all ranks, with G consecutive completions per group. If no
     reward function applied, the reward is None and the advantage is 0. `by_function` holds the
     rewards of each function before they were summed. If a feature computes advantages, its
-    advantages are used instead. If several features compute advantages, those of the first feature
-    are used. A standard deviation of 0 means that a group ([P, 1]) or the whole step ([1, 1]) has
-    no learning signal.
+    advantages are used instead. If several features compute advantages, the advantages of the first
+    feature are used. If a standard deviation is 0, the group ([P, 1]) or the whole step ([1, 1])
+    has no learning signal.
     """
     # numpy turns None into NaN
     groups = torch.from_numpy(np.array(rewards, float)).view(-1, cfg.num_generations)  # [P, G]

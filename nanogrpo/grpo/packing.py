@@ -87,7 +87,7 @@ def _pack(strip: Strip, samples: Samples, update: Update, cfg: Config) -> Packed
     inputs: list[tuple[int, Any]] = []
     for piece in strip:
         prompt = samples[piece.samples[0]].prompt
-        if prompt.inputs is not None:  # a piece begins with its prompt
+        if prompt.inputs is not None:  # every piece begins with its prompt
             inputs.append((len(tokens), prompt.inputs))
         many = len(piece.samples) > 1
         shared = sequence(prompt.token_ids, NO_ROWS) if many else NO_ROWS
@@ -108,7 +108,7 @@ def _pack(strip: Strip, samples: Samples, update: Update, cfg: Config) -> Packed
             each = s.advantage if s.token_advantages is None else s.token_advantages
             advantage.append(np.full(len(s.token_ids), each)[trained])
             weight.append(np.full(n, token_weight(n, len(update.samples), update.n_tokens, cfg)))
-    if not tokens:  # a dummy token: a rank without work still joins the collectives
+    if not tokens:  # a dummy token, because a rank without work must also join the collectives
         sequence([0], NO_ROWS)
 
     def spans(ranges: list[range]) -> Tensor:

@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The part of the token budget that the piece uses.
+        """How much of the token budget the piece uses.
 
         A key row takes only a few percent of the memory that a token takes, but a piece can have
         many key rows. For example, 64 completions of 100 tokens for a prompt of 1,000 tokens have
@@ -157,7 +157,8 @@ def _piece(samples: list[int], facts: Sequence[Facts], pair_cost: float) -> Piec
 
 
 def _spread(pieces: list[Piece], budget: int, ranks: int, share: int) -> tuple[list[Strip], float]:
-    """Distribute the pieces over few strips. The number of strips is a multiple of `ranks`.
+    """Distribute the pieces over as few strips as possible. The number of strips is a multiple of
+    `ranks`.
 
     Return the strips, most expensive first, and the total cost of all micro-batches. Each group of
     `ranks` consecutive strips is one micro-batch, with one strip per rank. Ranks wait for each
@@ -165,10 +166,10 @@ def _spread(pieces: list[Piece], budget: int, ranks: int, share: int) -> tuple[l
     one. A piece that exceeds the budget gets its own strip.
 
     Pieces are assigned from the most expensive to the cheapest, each to the cheapest strip that can
-    still hold it ("longest processing time first"). If the budget does not limit the choice, the
-    cost is at most 4/3 of the optimum (Graham 1969). Pieces of equal cost are sorted so that the
-    ranks of their samples alternate. Strips receive pieces of equal cost in turn, so samples of the
-    same rank tend to end up in the same strip.
+    still hold it ("longest processing time first"). If the budget excludes no strip, the cost is at
+    most 4/3 of the optimum (Graham 1969). Pieces of equal cost are sorted so that the ranks of
+    their samples alternate. Strips receive pieces of equal cost in turn, so samples of the same
+    rank tend to end up in the same strip.
     """
 
     pieces = sorted(pieces, key=lambda p: (-p.cost, p.samples[0] % share, p.samples))
@@ -194,12 +195,13 @@ def _spread(pieces: list[Piece], budget: int, ranks: int, share: int) -> tuple[l
 def _assign(strips: list[Strip], facts: Sequence[Facts], share: int) -> list[Strip]:
     """Return the strips of a micro-batch in the order of the ranks that compute them.
 
-    The order does not affect the computing time, so we choose one that sends few tokens between
-    ranks. The strip and the rank with the most tokens in common are matched first, and so on.
+    The order does not affect the computing time, so we choose an order in which few tokens are sent
+    between ranks. The strip and the rank with the most tokens in common are matched first, and so
+    on.
     """
 
     def kept(pair: tuple[int, ...]) -> int:
-        """Return the number of tokens of a strip that a rank already has."""
+        """Return how many tokens of a strip this rank already has."""
         b, rank = pair
         own = (i for piece in strips[b] for i in piece.samples if i // share == rank)
         return sum(facts[i].end for i in own)

@@ -1,10 +1,10 @@
-"""Compute the metrics of a step. The names of the metrics are those of TRL, and docs/metrics.md
-explains the metrics.
+"""Compute the metrics of a step. The metrics have the same names as in TRL, and docs/metrics.md
+explains them.
 
 In: the samples, each micro-batch with the output of its loss (`Meter.add`), and the seconds of each
-phase (`Clock`). Out: dicts that map names to numbers. Each mean, except those of
-`loss` and `grad_norm`, is taken over all tokens or all completions of the step, and is never a mean
-of means. Read next: console.py, which writes the
+phase (`Clock`). Out: dicts that map names to numbers. Each mean, except for `loss` and `grad_norm`,
+is computed directly over all tokens or all completions of the step. It is never a mean of means.
+Read next: console.py, which writes the
 metrics.
 """
 
@@ -69,7 +69,7 @@ class Meter:
             part["kl"] = out.kl
         part |= out.metrics
         # In the first update, trainer and engine have the same weights.
-        # So any difference in log-probs comes from how trainer and engine compute log-probs.
+        # So if log-probs differ, the reason is how trainer and engine compute them.
         if not self.updates:
             part["delta"] = out.logp - batch.sampling_logp
         self.parts.append(part)
@@ -129,7 +129,7 @@ class Meter:
 
 
 def _given(samples: Sequence[Facts]) -> dict[str, list[float]]:
-    """Return the rewards of each function and their sums, without the rewards that do not apply.
+    """Return the rewards of each function and their sums. Rewards that do not apply are left out.
     Leave out empty lists.
     """
     out = {f"rewards/{name}": [s.rewards[name] for s in samples] for name in samples[0].rewards}

@@ -44,7 +44,7 @@ def summary(cfg: Config, prompts: int, held_out: int, trained: int, parameters: 
 def print_end(cfg: Config, done: int, kept: set[str]) -> None:
     """Print where the model is, and the commands that use it.
 
-    kept: the name of the best checkpoint, if there is one.
+    `kept` is the name of the best checkpoint, if there is one.
     """
     early = f"stopped after {done} of {cfg.max_steps} steps (continue with --resume); "
     run = shlex.quote(cfg.output_dir)
@@ -64,7 +64,8 @@ class Progress:
 
     def __init__(self, cfg: Config, world: World, start: int):
         self.cfg, self.start, self.began = cfg, start, time.perf_counter()
-        # If log-probs differ by more than this, rounding is not the only reason (docs/metrics.md).
+        # If log-probs differ by more than this bound, rounding is not the only reason
+        # (docs/metrics.md).
         self.largest_gap = 1e-5 if world.device.type == "cpu" else 0.02
         self.rows = 0  # rows since the last header
         self.flat = 0  # steps in a row without a learning signal

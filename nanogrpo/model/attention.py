@@ -14,7 +14,7 @@ The object `attend` is of one of two kinds:
 a fused kernel with the same signature (gpu_attention.py). No implementation repeats keys for
 grouped queries. The forward passes are deterministic. As in torch, the backward passes are
 deterministic if `torch.use_deterministic_algorithms(True)` was called. Read next: decoder.py (which
-calls this), engine/runner.py (which calls the decoder).
+calls `attend`), engine/runner.py (which calls the decoder).
 """
 
 from torch import Tensor
@@ -29,7 +29,7 @@ class StripAttention(Strip):
     """Compute attention over packed sequences, which `Strip` describes.
 
     Implementations that cannot attend to a shared prompt in place call `gathered`, which copies the
-    keys of the prompt once per completion. The backward pass of this gather sums the gradients of
+    keys of the prompt once per completion. The backward pass of `gathered` adds up the gradients of
     all completions, in float32 and in a fixed order.
     """
 

@@ -29,7 +29,7 @@ from nanogrpo.model.weights import Stored
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD = "lm_head.weight"
-# the dtypes that can be read; quantized weights would need more than a cast
+# the dtypes that can be read; a cast is not enough for quantized weights
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -46,7 +46,7 @@ def locate(name: str, option: str = "--model") -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
-    # the hub client raises errors from many libraries; any of them means a failed download
+    # the hub client raises many types of errors, and all of them mean that the download failed
     except Exception as e:
         raise UserError(
             f"{option} {name}: there is no such folder, and the download from the hub failed "

@@ -87,7 +87,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         q, k, v = (y.unflatten(-1, (-1, self.E)) for y in self.project(x))  # [T, H or K, E]
         weights = [norm and norm.weight for norm in (self.q_norm, self.k_norm)]  # [E] or None
-        # a decode step on a GPU rotates in its attention kernel
+        # in a decode step on a GPU, the attention kernel does the rotation
         rotate = getattr(attend, "rotate", functions_for(x.device).norm_rope)
         q, k = rotate(q, k, *weights, cos, sin, self.eps)
         return self.o_proj(attend(self.layer, q, k, v, self.window).flatten(-2))  # [T, D]
@@ -133,7 +133,7 @@ class Block(nn.Module):
 
 
 class Body(nn.Module):
-    """Embedding, blocks and final norm: tokens [T] → hidden states [T, D]."""
+    """The embedding, the blocks and the final norm: tokens [T] → hidden states [T, D]."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -225,7 +225,7 @@ class Decoder(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The modules that are sharded and recomputed one by one, in the order of computation."""
+        """The modules that are sharded and recomputed separately, in the order of computation."""
         return [*self.model.layers]
 
     @torch.no_grad()

@@ -47,8 +47,8 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, strip: Strip, window: int = 0) -> Te
 
 
 def triton(q: Tensor, k: Tensor, v: Tensor, strip: Strip) -> Tensor:
-    """Call our own kernels, which attend to shared prompts in place. They are for causal attention,
-    and have not run on a GPU yet.
+    """Call our own kernels, which attend to shared prompts in place. These kernels are for causal
+    attention, and have not run on a GPU yet.
     """
     from nanogrpo.kernels.triton import attention  # a CPU does not need Triton
 

@@ -72,8 +72,8 @@ def head_policy_loss(
     The arguments hidden [M, D] and lm_head [V, D] have the same dtype; targets is [M] int64. At
     most `chunk` rows are processed at a time. `functions` replaces the package of kernels. The
     gradients are computed during the forward pass.
-    So `inputs.weight` must be known beforehand, and the backward pass can only scale these
-    gradients by a number. Under `no_grad`, one matrix product is enough.
+    So `inputs.weight` must be known before the forward pass, and the backward pass can only
+    multiply these gradients by a number. With `no_grad`, one matrix product is enough.
     """
     if not torch.is_grad_enabled():
         hidden, lm_head = hidden.detach(), lm_head.detach()

@@ -1,7 +1,7 @@
 """The model configuration: read, check and write Hugging Face's config.json.
 
-In: the dict of a config.json. Out: a `ModelConfig`, which has all fields that affect the decoder,
-or a UserError that names a field. Read next: decoder.py, which uses the configuration.
+In: the dict of a config.json. Out: a `ModelConfig`, which has all fields that affect the decoder.
+Raises UserError, with the name of a field. Read next: decoder.py, which uses the configuration.
 """
 
 import math
@@ -18,9 +18,9 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
 }
-# Functions that read how the layers of a model differ. A function gets the dict of config.json and
-# the name of the file. It returns the dict of a model with equal layers, and describes the layers
-# in a new field `layers` (see ModelConfig).
+# Functions that read how the layers of a model differ.
+# A function gets the dict of config.json and the name of the file.
+# It returns the dict of a model with equal layers, with a new field `layers` (see ModelConfig).
 READERS: list[Callable[[dict, str], dict]] = []
 # Fields that can change what transformers computes.
 # The decoder supports only the value given here for each field, or null.
@@ -53,8 +53,8 @@ class ModelConfig:
     attention_bias: bool = False
     mlp_bias: bool = False  # Llama only: a bias on gate, up and down
     rope_scaling: Any = None  # one of rope.SCALINGS
-    # What differs between layers, from one of READERS: an object with `window(layer)`, the number
-    # of tokens that a token attends to (0: all), and `to_dict`. None: nothing
+    # None if all layers are equal, or else the result of one of READERS.
+    # This object has `to_dict`, and `window(layer)`: how many tokens a token attends to (0: all).
     layers: Any = None
 
     @property
@@ -90,7 +90,7 @@ class ModelConfig:
         # transformers 5 writes rope_parameters, but reads the older rope_scaling first.
         angles = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
         for name, neutral in NEUTRAL.items():
-            for fields in raw, angles:  # partial_rotary_factor may be in `raw` or in `angles`
+            for fields in raw, angles:  # partial_rotary_factor may be in either of them
                 check(where, name, fields.get(name), [neutral, None])
         for layer in raw.get("layer_types") or []:
             check(where, "layer_types", layer, ["full_attention"])

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 
 class Stored(Protocol):
-    """The object that receives a checkpoint's weight in a layer with its own storage format."""
+    """The object that receives a checkpoint's weight if a layer has its own storage format."""
 
     shape: torch.Size
     dtypes: tuple[str, ...]  # further accepted dtypes, named as in safetensors
@@ -47,7 +47,7 @@ def sizes(model: nn.Module) -> tuple[int, int]:
 
 
 def gathered(p: Tensor) -> Tensor:
-    """Return a parameter, detached. The shards of a sharded parameter are gathered by a collective,
+    """Return a parameter, detached. If a parameter is sharded, a collective gathers its shards,
     unless one rank has all shards.
     """
     whole: Any = p.detach()

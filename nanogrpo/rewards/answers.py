@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
 TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
-# Formulas have a maximum length, so the search takes linear time.
+# Formulas have a maximum length, so the time of the search is linear.
 FORMULA = re.compile(
     r"(?<!\\)(?:\$\$((?:\\\$|[^$]){1,500})\$\$|\$((?:\\\$|[^$\n]){1,500})\$)"
     r"|\\\(((?:(?!\\\)).){1,500})\\\)|\\\[((?:(?!\\\]).){1,500})\\\]",
@@ -49,9 +49,10 @@ def extract_answer(text: str) -> str | None:
 
     The answer is the first of these that exists: the last \\boxed{…}, the last <answer>…</answer>,
     the text after the last #### in its line, and the formula after the last word "answer". A text
-    after #### that has words but no number may be a heading, so the formula is preferred. Answers
-    joined by "or", "and" or a comma are returned together, for example "3, 5", because none of them
-    is the full answer. Text before </think> is ignored, and so is text after an unclosed <think>.
+    after #### that has words but no number may be a heading, so the formula is preferred. If
+    answers are joined by "or", "and" or a comma, all of them are returned, for example "3, 5",
+    because none of them is the full answer. Text before </think> is ignored, and so is text after
+    an unclosed <think>.
     The time is linear in the length of the text, even if a completion repeats an unclosed \\boxed{
     up to the length limit.
     """
@@ -72,10 +73,10 @@ def extract_answer(text: str) -> str | None:
 def extract_reference(*texts: str) -> str:
     """Return the reference answer in a record's `solution`, `answer`, or both.
 
-    An answer is marked by a box, a tag or a number after ####. If the first of the given texts
-    contains no marked answer, the shortest text is used. If this text contains no marked answer
-    either, but both words and formulas in delimiters, its last formula is the answer. Otherwise the
-    full text is the answer.
+    A box, a tag or a number after #### marks an answer. If the first of the given texts contains no
+    marked answer, the shortest text is used. If this text contains no marked answer either, but
+    both words and formulas in delimiters, its last formula is the answer. Otherwise the full text
+    is the answer.
     """
     marked = _boxes(texts[0]) or re.search("</answer>|####[^a-zA-Z]*[0-9]", texts[0])
     text = texts[0] if marked else min(texts, key=len)
@@ -200,11 +201,11 @@ class Measure(NamedTuple):
     """The parts of an answer such as "x = 18 cm"."""
 
     body: str  # "18"
-    number: Fraction | None  # the value of the body; None: the body is not a number
+    number: Fraction | None  # the value of the body; None if the body is not a number
     # The first name of a common unit, such as "cm"; "" for any other word, or for no word.
     # None if the text after the number changes the number, as in "3 squared" or "11_2".
     unit: str | None
-    rate: str = ""  # "day" in "dollars per day"; "": no rate, or another word
+    rate: str = ""  # "day" in "dollars per day"; "" for no rate, or for another word
 
 
 UNITS = {
@@ -249,7 +250,7 @@ UNITS = {
     for name in line.split()
     for plural in ("", "s")
 }
-# One answer may lack the unit: 50% equals both 50 and 0.5; 2 dozen equals both 2 and 24.
+# One answer may lack the unit. So 50% equals both 50 and 0.5, and 2 dozen equals both 2 and 24.
 RATIOS = {"percent": Fraction(1, 100), "dozen": Fraction(12)}
 FACTORS = """
     hundred=1e2 thousand=1e3 million=1e6 billion=1e9 trillion=1e12
@@ -332,7 +333,7 @@ def _number(text: str) -> Fraction | None:
 
 # --- compare ---
 
-# A text that contains several numbers, no number, or an uncertain number.
+# Matches a text that contains several numbers, no number, or an uncertain number.
 NO_NUMBER = re.compile(
     r",(?!\d{3})|[;<>]|\b(?:or|and|to|not|than|if)\b|\A[^\d\\]*\Z", re.IGNORECASE
 )
@@ -350,11 +351,11 @@ def compare(answer: str, reference: str) -> bool | None:
     """Return whether two answers are equal, or None if the decision needs algebra.
 
     Numbers are compared exactly, in any notation. A unit may be missing, but different common units
-    are not equal: 18 cm equals 18 and "18 centimeters", but not 18 m. Also, 50% equals both 50 and
-    0.5. Other answers are compared as strings. In words, upper and lower case count as the same. A
-    label of a multiple-choice question may be followed by the text of the choice. If the reference
-    is a number, a calculation such as 3+3 is wrong, because otherwise a model could leave out the
-    last step.
+    are not equal: 18 cm equals 18 and "18 centimeters", but not 18 m. The answer 50% equals both 50
+    and 0.5. Other answers are compared as strings. Words are compared without regard to upper and
+    lower case. A label of a multiple-choice question may be followed by the text of the choice. If
+    the reference is a number, a calculation such as 3+3 is wrong, because otherwise a model could
+    leave out the last step.
     """
     if not answer or max(len(answer), len(reference)) > MAX_LENGTH:
         return answer.strip() == reference.strip()
@@ -374,7 +375,7 @@ def compare(answer: str, reference: str) -> bool | None:
     if len(a) == len(b) == 1 or (LITERAL.fullmatch(a) and LITERAL.fullmatch(b)):
         return False
     if (given.unit is None and y is not None) or (wanted.unit is None and x is not None):
-        return b.startswith(a + "_")  # 2014 is enough if the reference is 2014_5
+        return b.startswith(a + "_")  # if the reference is 2014_5, the answer 2014 is enough
     if y is not None:
         is_unfinished = ARITHMETIC.fullmatch(a) and UNFINISHED.search(a)
         return False if is_unfinished or NO_NUMBER.search(given.body) else None

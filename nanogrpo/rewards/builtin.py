@@ -44,8 +44,8 @@ def is_empty(cell: Any) -> bool:
 
 
 def same_answers(pairs: Sequence[tuple[str, str] | None]) -> list[bool | None]:
-    """For each pair (answer, reference), return whether the two are equal. The result is None if
-    the pair is None or was not compared.
+    """Return for each pair (answer, reference) whether the two are equal. The result is None if the
+    pair is None or was not compared.
     """
     # a dictionary, because a group often repeats an answer
     verdicts: dict[Any, bool | None] = {pair: compare(*pair) for pair in pairs if pair}
@@ -91,7 +91,7 @@ NEED_ANSWERS: set[Callable] = {accuracy_reward}
 
 
 def is_users(spec: str) -> bool:
-    """Return whether `spec` names a user's function, which runs in a process of its own.
+    """Return whether `spec` names a user's function, which runs in a separate process.
 
     A name without a module or file is a built-in function or a mistake.
     """

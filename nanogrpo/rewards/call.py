@@ -11,7 +11,7 @@ called once for all B samples:
 
     def my_reward(completions, **kwargs) -> list[float | None]    # B values; None: does not apply
 
-A value may also be a list with a number or None for each token of the completion. The sum of the
+A value may also be a list, with a number or None for each token of the completion. The sum of the
 numbers is then the reward.
 
 The keyword arguments are lists of length B, except for the last three:
@@ -19,9 +19,9 @@ The keyword arguments are lists of length B, except for the last three:
     `prompts` are as in the data: strings, or lists of messages.
     `completions` are strings; for prompts of messages, [{"role": "assistant", "content": string}].
     `completion_ids` are token ids, including the stop token.
-    Each other column of the data is an argument, too, with None where a record lacks the column.
-    `trainer_state` has .global_step (finished steps), .max_steps and .epoch, e.g. for a curriculum.
-    `log_extra(column, B values)` adds a column to the completions table.
+    Each other column of the data is an argument, too. If a record lacks the column, the value is
+    None. `trainer_state` has .global_step (finished steps), .max_steps and .epoch, e.g. for a
+    curriculum. `log_extra(column, B values)` adds a column to the completions table.
     `log_metric(name, number)` adds a metric, which is averaged over the calls of a step.
 
 An `async def` function is awaited on an event loop that exists until the process ends. The event
@@ -146,7 +146,7 @@ def unwrap(function: Callable) -> Callable:
 
 
 def start_loop() -> asyncio.AbstractEventLoop:
-    """Return an event loop that runs in a thread of its own."""
+    """Return an event loop that runs in its own thread."""
     loop = asyncio.new_event_loop()
 
     def run() -> None:
@@ -157,13 +157,13 @@ def start_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-# All calls use one event loop, because open HTTP connections belong to a loop.
+# All calls use the same event loop, because open HTTP connections belong to a loop.
 own_loop = functools.cache(start_loop)
 
 
 async def _await(result: Awaitable) -> Any:
-    """Return a result, or the exception that was raised (even SystemExit, which would end the
-    loop).
+    """Return a result, or the exception that was raised. SystemExit is returned too, because it
+    would end the loop.
     """
     try:
         return await result

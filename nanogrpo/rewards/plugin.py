@@ -31,7 +31,7 @@ def load(spec: str, option: str) -> Callable:
     if not where or not name:
         raise UserError(f"{option}: {spec!r} is neither package.module:name nor path/file.py:name")
     try:
-        # A file is run once: two specs with the same file share the module and its state.
+        # A file is run only once. So two specs with the same file share the module and its state.
         # The module's name has no dots, because dots separate packages.
         file = FILE + quote(str(Path(where).resolve())).replace(".", "%2E")
         module = importlib.import_module(file if where.endswith(".py") else where)
@@ -48,8 +48,8 @@ def load(spec: str, option: str) -> Callable:
 
 
 class _Files:
-    """Import a user's file as a module whose name is the path of the file. By this module name,
-    pickle can also find the module's classes in another process.
+    """Import a user's file as a module whose name is the path of the file. With this name, pickle
+    can find the classes of the module in another process, too.
     """
 
     @staticmethod
@@ -69,7 +69,7 @@ OPTION = "--reward-funcs"
 
 
 def load_reward(spec: str) -> Callable:
-    """Return the reward function that "name" or "name:key=value,key=value" names."""
+    """Return the reward function of a name, such as "name" or "name:key=value,key=value"."""
     name, arguments = split_arguments(spec)
     return bind(load(name, OPTION), arguments, spec)
 
@@ -101,7 +101,7 @@ def _value(node: ast.expr) -> Any:
 
 
 def bind(function: Callable, arguments: dict[str, Any], spec: str) -> Callable:
-    """Return the reward function that a function and its arguments define.
+    """Return the reward function for a function and its arguments.
 
     A function that takes completions, completion_ids, prompts or **kwargs is a reward function, and
     gets the arguments in every call. Any other function or class is called once with the arguments,

@@ -7,11 +7,10 @@ rewards/scorer.py, which decides what happens after a lost call.
     trainer: RewardProcess.call ── pickle over a socket ──→ process: main → call.call
                                 ←──────── JSON ───────────
 
-Answers are JSON, which can only represent plain data, so the trainer never unpickles anything from
-user code. The process is a new program, not a fork: it shares nothing with the trainer, in
-particular no CUDA context and no open connections. The process starts once and runs all calls. A
-call takes about 0.1 ms longer than the function itself. When the trainer ends for any reason, the
-process ends, too.
+Answers are JSON, which can represent only plain data. So the trainer never unpickles data from user
+code. The process is a new program, not a fork: it shares nothing with the trainer, in particular no
+CUDA context and no open connections. The process starts once and runs all calls. A call takes about
+0.1 ms longer than the function itself. When the trainer ends for any reason, the process ends, too.
 """
 
 import contextlib
@@ -66,8 +65,8 @@ class RewardProcess:
             f"import sys; sys.path[:] = {sys.path}; from nanogrpo.rewards.process import main; "
             f"main({theirs.fileno()}, {os.getpid()})"
         )
-        # In a session of its own, the process does not receive Ctrl-C from the terminal.
-        # The process can also be killed together with its children.
+        # In its own session, the process does not receive Ctrl-C from the terminal.
+        # As a session, the process can be killed together with its children.
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", program],

@@ -2,7 +2,7 @@
 
 In: samples with their decoded `text`. Out: for each sample, `rewards[name]`, their weighted sum
 `reward`, and `extra`. Read next: rewards/call.py (the signature of a function), rewards/builtin.py
-(the built-in ones), grpo/advantages.py (rewards → advantages).
+(the built-in functions), grpo/advantages.py (rewards → advantages).
 
 Built-in functions run in the trainer. The user's functions run in a process that can be killed
 (rewards/process.py). A function is called once for all samples of the step:
@@ -36,7 +36,7 @@ from nanogrpo.types import Prompt, Sample
 
 logger = logging.getLogger("nanogrpo")
 
-MAX_LOST = 3  # lost steps in a row, then the run ends
+MAX_LOST = 3  # after this many lost steps in a row, the run ends
 START = TrainerState()
 # Maximum absolute value of a reward; with this bound, advantages are finite in float32.
 MAX_REWARD = 1e30
@@ -63,7 +63,7 @@ class Scorer:
         `given` replaces --reward-funcs with names or functions. Functions run in this process.
         """
         self.cfg = cfg
-        found: list[Any] = []  # functions run in this process, and named ones in the reward process
+        found: list[Any] = []  # named functions run in the reward process
         for function in given or cfg.reward_funcs:
             if isinstance(function, str):
                 function = first(each.reward(function, device) for each in features) or function
@@ -88,7 +88,7 @@ class Scorer:
         self.weights = dict(zip(self.calls, cfg.reward_weights or itertools.repeat(1.0)))
         self.lost = 0  # number of lost steps in a row
         self.failures = 0  # prompts with lost rewards since the last call of `metrics`
-        self.logged: list = []  # (name, value) of each log_metric since the last call of `metrics`
+        self.logged: list = []  # (name, value) of each log_metric call since `metrics`
 
     def check(self, prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> None:
         """Check that the data has reference answers if a function needs them."""
@@ -148,7 +148,7 @@ class Scorer:
         for sample in samples:
             terms = [self.weights[name] * r for name, r in sample.rewards.items() if r is not None]
             sample.reward = sum(terms) if terms else None
-            sample.arguments = {}  # no longer needed, and perhaps not picklable
+            sample.arguments = {}  # no longer needed, and pickle may not support them
 
     def metrics(self, gather: Callable[[Any], list]) -> dict[str, float]:
         """Return the number of lost prompts and the means of log_metric since the last call.

@@ -1,15 +1,15 @@
 """Use math-verify to decide whether two answers are equal, such as (x+1)^2 and x^2+2x+1.
 
 In: pairs of an answer and a reference, as strings. Out: for each pair, True or False, or None if
-the pair was not compared. Read next: rewards/process.py, which starts and kills the process that
-this code runs in.
+the pair was not compared. Read next: rewards/process.py, which starts and kills the process of this
+code.
 
 A completion may contain an expression such as 10^{10^{10}} or 9!!!!!, whose algebra never ends or
 needs too much memory. So math-verify runs in its own process, which can be killed. For each pair,
 the operating system limits this process to SECONDS of processor time and MEMORY bytes. A process
-that exceeds the time limit is killed, even inside C code. A pair whose process was killed counts as
-different, and the next pair starts a new process. Math-verify's own time limit is not used, for two
-reasons. Math-verify's limit depends on signals, which work only in a main thread. Math-verify's
+that exceeds the time limit is killed, even inside C code. If the process is killed, its pair counts
+as different, and the next pair starts a new process. Math-verify's own time limit is not used, for
+two reasons. Math-verify's limit depends on signals, which work only in a main thread. Math-verify's
 limit also measures wall-clock time, so the load of the machine could change a verdict.
 """
 
@@ -24,7 +24,7 @@ from nanogrpo.rewards.process import CallLost, RewardProcess
 
 logger = logging.getLogger("nanogrpo")
 
-SECONDS = 2  # processor time for a pair; most pairs need milliseconds
+SECONDS = 2  # processor time in seconds for a pair; most pairs need milliseconds
 MEMORY = 2 << 30  # bytes of address space
 MAX_LOST = 20  # pairs that may exceed their limits in one call
 JUDGE = f"{__name__}:judge"

@@ -111,7 +111,7 @@ def clear(cfg: Config) -> None:
 
 
 def named(cfg: Config) -> list[Path]:
-    """Return all parts of option values that may be paths, such as FILE in FILE:FUNCTION."""
+    """Return all parts of the options' values that may be paths, such as FILE in FILE:FUNCTION."""
     values = [v for name, v in vars(cfg).items() if name != "output_dir"]
     texts = [t for v in values for t in (v if isinstance(v, tuple) else [v]) if isinstance(t, str)]
     return [Path(part) for text in texts for part in text.split(":")]
@@ -161,7 +161,8 @@ def hashed(prompts: Sequence[Prompt]) -> str:
 
 
 def digest(path: Path) -> str:
-    """Return the SHA-256 hash of a file. hashlib releases the GIL, so training continues."""
+    """Return the SHA-256 hash of a file. Training continues meanwhile, because hashlib releases the
+    GIL."""
     found = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):

@@ -1,7 +1,7 @@
 """Check the inputs of a run, and build its parts.
 
-In: the options, the world and the features of this run. Out: first `Inputs` (a model without
-weights, the prompts and the reward functions), from which the last settings are chosen, and then a
+In: the options, the world and the features of this run. Out: first `Inputs`: a model without
+weights, the prompts and the reward functions. From these, the last settings are chosen. Then a
 `Run`, which train.py and step.py use. Each mistake of the user is reported where the value is read,
 in one sentence. train.py calls `load`, `settle`, `setup` and `closing`, in this order. Read next:
 state.py (checkpoints), engine/local.py (the engine).
@@ -95,7 +95,8 @@ class Run(Inputs):
         return drawn
 
     def learning_rate(self, update: int) -> float:
-        """Return the learning rate of an optimizer step, from a feature or else from optim.py."""
+        """Return the learning rate of an optimizer step. It comes from a feature or, without one,
+        from optim.py."""
         rate = first(feature.learning_rate(update, self.cfg) for feature in self.features)
         return optim.learning_rate(update, self.cfg) if rate is None else rate
 
@@ -115,12 +116,12 @@ def load(
 ) -> Inputs:
     """Read and check everything except the weights. Every rank must call this function.
 
-    read: returns the prompts and the held-out prompts.
+    The function `read` returns the prompts and the held-out prompts.
     """
     source = checkpoint.locate(cfg.model)
     tokenizer = Tokenizer(source)
     model = empty_model(source, features)
-    if tokenizer.vocab_size > model.cfg.vocab_size:  # a model may have more ids (padding)
+    if tokenizer.vocab_size > model.cfg.vocab_size:  # more ids are padding
         raise UserError(
             f"tokenizer.json has ids up to {tokenizer.vocab_size - 1} but config.json a vocab_size "
             f"of {model.cfg.vocab_size}: take the tokenizer that belongs to the weights."

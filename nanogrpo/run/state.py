@@ -78,7 +78,7 @@ def tensors(
             for kind in ("exp_avg", "exp_avg_sq"):
                 if type(local(moments[kind])) is Tensor:  # a feature saves other types
                     out[f"{kind}.{name}"] = moments[kind]
-            # one count for all parameters, because each update changes every parameter
+            # one number for all parameters, because each update changes every parameter
             out.setdefault("updates", moments["step"])
     for feature in features:
         out |= feature.tensors() or {}
@@ -94,7 +94,8 @@ class Saver:
     """Write checkpoints, one at a time, while training continues, and read the last checkpoint.
 
     `with saver: … saver.save(step)`. Leaving the `with` block waits for the last save. A failed
-    save is reported at the end of the next step (`failure`), where the ranks communicate anyway.
+    save is reported at the end of the next step (`failure`), because the ranks communicate there
+    anyway.
     """
 
     def __init__(self, inputs: Inputs, optimizer: Optimizer, origin: dict[str, str]):
@@ -102,7 +103,7 @@ class Saver:
         self.cfg, self.world, self.model = inputs.cfg, inputs.world, inputs.model
         self.tokenizer, self.features = inputs.tokenizer, inputs.features
         self.optimizer, self.origin = optimizer, origin
-        # read now, because the folder may be deleted before we save
+        # read at the start, because the folder may be deleted before the run saves
         self.config_json = read_json(inputs.source / "config.json")
         # the names of checkpoints that --save-total-limit does not remove
         self.keep: set[str] = set()
@@ -116,8 +117,8 @@ class Saver:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Wait for the last save. If this save failed, raise its error, unless the run fails
-        anyway.
+        """Wait for the last save. If this save has failed, raise its error, unless the run has
+        failed, too.
         """
         self.wait()
         if kind is None:
@@ -146,8 +147,8 @@ class Saver:
 
         def write() -> None:
             with written:  # at the end, the main rank renames or removes the folder
-                # `save` returns when the shards of all ranks are written. By default, this thread
-                # would wait for the kernels of the training thread before it writes each shard.
+                # `save` returns when the shards of all ranks are written.
+                # By default, this thread would wait for the training kernels before each shard.
                 dcp.save(
                     shards,
                     storage_writer=dcp.FileSystemWriter(folder / "state", per_thread_copy_ahead=0),
@@ -183,7 +184,7 @@ class Saver:
             # with a limit of 0, the slice [:-0] is empty, so nothing is removed
             for old in ours[: -self.cfg.save_total_limit]:
                 if old.name not in self.keep:
-                    # a partly deleted checkpoint must not look complete, so it is renamed first
+                    # renamed first, because a partly deleted checkpoint must not look complete
                     output.remove(old.rename(old.with_name(f".{old.name}.tmp")))
 
         self.job = self.pool.submit(write)

@@ -4,9 +4,9 @@ In: every request. Out: status 401 for requests without the secret, and 404 for 
 GRPO does not need. The middleware adds a route, `GET /nanogrpo`, which describes the server to a
 trainer. Web pages cannot use the server, because no browser adds the secret by itself.
 
-vLLM's own `--api-key` leaves the weight routes open, and some of its development routes
-(collective_rpc, server_info, profiling) should not be reachable by anyone. serve.py passes this
-class to vLLM. Read next: client.py.
+vLLM's own `--api-key` does not protect the weight routes. Some development routes of vLLM
+(collective_rpc, server_info, profiling) should not be reachable at all. The script serve.py passes
+this class to vLLM. Read next: client.py.
 """
 
 import hmac
@@ -20,7 +20,7 @@ SECRET = "NANOGRPO_SECRET"
 INFO, CONNECT = "/nanogrpo", "/init_weight_transfer_engine"
 DISCONNECT = "/shutdown_weight_transfer_engine"
 GENERATE = "/inference/v1/generate"
-# All routes of the server, by method. docs/vllm.md explains each route.
+# All routes of the server, by method. The page docs/vllm.md explains each route.
 ROUTES = {
     "GET": (INFO, "/health", "/is_paused", "/metrics"),
     "POST": (
@@ -39,7 +39,8 @@ ROUTES = {
 
 
 class AccessControl:
-    """Pure ASGI middleware (https://asgi.readthedocs.io), which reads the secret only once."""
+    """ASGI middleware without a framework (https://asgi.readthedocs.io). It reads the secret only
+    once."""
 
     def __init__(self, app):
         self.app = app
@@ -71,8 +72,8 @@ class AccessControl:
 async def describe(state) -> dict:
     """Return the facts that a trainer checks before it uses this server.
 
-    state: the state of the application, as filled in by vLLM. The facts come from the workers, so a
-    reply also shows that the engine runs.
+    `state` is the state of the application, as filled in by vLLM. The facts come from the workers,
+    so a reply also shows that the engine runs.
     """
     client = state.engine_client
     workers = await client.collective_rpc("device_facts")

@@ -58,11 +58,12 @@ class Slot:
 
 
 class Layout:
-    """Tensors stored one after another in buckets of at most `bucket_bytes`. A larger tensor gets a
-    bucket of its own.
+    """Tensors stored one after another in buckets of at most `bucket_bytes`. A larger tensor gets
+    its own bucket.
 
-    entries: [name, dtype name, shape] of each tensor, in the order of the model's layers. In this
-    order, vLLM can load one layer after another, and at most one layer is incomplete at any time.
+    `entries` has [name, dtype name, shape] of each tensor, in the order of the model's layers. In
+    this order, vLLM can load one layer after another, and at most one layer is incomplete at any
+    time.
 
     >>> Layout([("a", "float32", [2, 3]), ("b", "float32", [1])]).sizes  # 24 → 64, + 4
     [68]
@@ -180,7 +181,7 @@ class BroadcastGroup:
             self.broadcast(bucket)
 
     def close(self) -> None:
-        self.group.abort()  # this also ends a broadcast in which a peer waits
+        self.group.abort()  # this also ends a broadcast for which a peer is waiting
 
 
 def _nccl(store: dist.Store, rank: int, size: int) -> Any:
@@ -188,7 +189,7 @@ def _nccl(store: dist.Store, rank: int, size: int) -> Any:
 
     A group has a watchdog, which ends the process if an operation exceeds the group's timeout or a
     peer dies. The group has no watchdog if TORCH_NCCL_BLOCKING_WAIT is set while the group is
-    created. Instead of the watchdog, `broadcast` has a timeout, and raises an error after it.
+    created. Instead of the watchdog, `broadcast` has a timeout, after which it raises an error.
     """
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     try:
@@ -202,7 +203,7 @@ def _nccl(store: dist.Store, rank: int, size: int) -> Any:
 
 
 class SharedBuckets:
-    """Buckets that other processes of the same user can map, on this machine or this GPU.
+    """Buckets that other processes of the same user on this machine can map.
 
     On a GPU, torch's allocator must not use expandable segments: see distributed/world.py.
     """
@@ -234,7 +235,7 @@ class SharedBuckets:
 def attach(handle: list, size: int, device: torch.device) -> Tensor:
     """Map a bucket of another process: [size] uint8."""
     if device.type != "cuda":
-        pid, fd = handle  # both are numbers, so a handle cannot name a file
+        pid, fd = handle  # both parts are numbers, so a handle cannot name a file
         with open(f"/proc/{pid:d}/fd/{fd:d}", "r+b") as file:
             return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
     raw = [bytes.fromhex(p) if isinstance(p, str) else p for p in handle]

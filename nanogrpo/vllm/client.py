@@ -8,8 +8,9 @@ is sent per group (n = G), with up to `window` requests in progress on each serv
           ▲                     │ it dies, hangs, or answers with an error
           └──── the group ◄─────┘ is requested again with the same seeds
 
-Three rules make a reply trustworthy. Every sampling field is sent, so no default of the server
-applies. Each token is returned with the label of the weights that sampled it. A server that
+Because of three rules, the trainer can trust a reply. A request contains every sampling field, so
+no default of the server applies. Each token is returned with the label of the weights that sampled
+it. A server that
 returns unknown labels (because it was restarted, or another trainer uses it) counts as lost. The
 prefix cache is salted with the label, so keys computed with older weights are never reused.
 
@@ -87,7 +88,7 @@ class VLLMEngine:
         self.restarts = 0  # how often all servers were lost before one answered again
         self.problem: Exception | None = None  # why the last server was lost
         self.over = threading.Event()  # set by `close`
-        # held while the loop, or a recovery in another thread, gathers or sends weights
+        # held by the thread that gathers or sends weights: the loop, or a recovery
         self.lock = threading.RLock()
         self.servers: list[Server] = []  # on rank 0
         dtype = self.world.once(lambda: self._start(servers, secret))
@@ -114,7 +115,7 @@ class VLLMEngine:
                 self.world.once(self._send_to_all)
 
     def wake(self) -> None:
-        """In sleep mode: wake the servers, and send them the weights. Every rank must call it.
+        """In sleep mode, wake the servers, and send them the weights. Every rank must call it.
 
         Raises ServerLost if no server accepts the weights.
         """
@@ -124,7 +125,7 @@ class VLLMEngine:
             self.world.once(self._send_to_all)
 
     def sleep(self) -> None:
-        """In sleep mode: free the memory of the servers. Every rank must call it."""
+        """In sleep mode, free the memory of the servers. Every rank must call it."""
         with self.lock:
             self.world.once(self._put_to_sleep)
 
@@ -194,7 +195,7 @@ class VLLMEngine:
 
     def _run(self, groups: list[GroupRequest]) -> None:
         """Request the groups from all servers that are alive, until all groups are done or no
-        server is alive. Raise any error that a server did not cause.
+        server is alive. If an error was not caused by a server, raise it.
         """
         waiting = deque(groups)
 
@@ -242,8 +243,8 @@ class VLLMEngine:
         each(self._send, answering or self.servers)
 
     def _send(self, server: Server) -> None:
-        """Connect to a server, unless it is already alive, and send it the weights. Afterwards the
-        server counts as alive, or as lost.
+        """Connect to a server, unless it is already alive, and send it the weights. After this
+        call, the server counts as alive or as lost.
         """
         try:
             if not server.alive:
@@ -251,7 +252,7 @@ class VLLMEngine:
                 self.sync.connect(server, info["transport"], info["workers"])
             self.sync.send(server, self.version, wake=self.sleeps)
         except (ServerError, UserError) as e:
-            # UserError: another server has the address now, perhaps only for a while
+            # UserError means that another server has the address now, perhaps only for a while
             self._lose(server, e)
             return
         server.alive, server.version, server.problem = True, self.version, None

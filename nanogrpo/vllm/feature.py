@@ -35,7 +35,7 @@ class VLLM(Feature):
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
 
     def settings(self, cfg: Any, inputs: Inputs) -> None:
-        """Refuse GPUs or a checkpoint that a server cannot use."""
+        """Refuse a choice of GPUs, or a checkpoint, that a server cannot use."""
         gpus.shares(cfg, inputs.world)
         if read_json(inputs.source / "config.json").get("quantization_config"):
             raise UserError(
@@ -92,7 +92,7 @@ def needs_masks(cfg: Any) -> bool:
 
 
 def own_server(run: Run, max_len: int) -> Sidecar:
-    """Return a server of our own, which is not started yet. Every rank must call it."""
+    """Return our own server, which is not started yet. Every rank must call it."""
     cfg: Any = run.cfg
     world, own, given = run.world, cfg.vllm_gpus, shlex.split(cfg.vllm_options)
     options = ["--max-model-len", str(max_len)]

@@ -1,7 +1,7 @@
 """Choose the GPUs of our own server, before it is started.
 
 In: --vllm-gpus, and the GPUs of the trainer. Out: the CUDA_VISIBLE_DEVICES of the server, and
-whether it shares a GPU with the trainer; or a UserError for a combination that cannot work.
+whether it shares a GPU with the trainer. Raises UserError for a combination that cannot work.
 
 By default, the server uses the first GPU of the trainer. Weights then pass through the memory of
 the shared GPU. If the server has other GPUs, weights pass through NCCL, which accepts only one
@@ -20,7 +20,7 @@ from nanogrpo.vllm.buckets import device_facts
 
 
 def visible(names: str) -> str:
-    """Return CUDA_VISIBLE_DEVICES for a server on these GPUs. names: the GPUs' numbers in this
+    """Return CUDA_VISIBLE_DEVICES for a server on these GPUs. `names` are the GPUs' numbers in this
     process. These numbers depend on the process's own CUDA_VISIBLE_DEVICES.
 
     >>> visible("1")  # with CUDA_VISIBLE_DEVICES=4,5 in our environment
@@ -33,7 +33,7 @@ def visible(names: str) -> str:
 
 
 def shares(cfg: Config, world: World) -> bool:
-    """Return whether a server of our own will share a GPU with the trainer. Every rank must call.
+    """Return whether our own server will share a GPU with the trainer. Every rank must call.
 
     Raises UserError if no weights could be sent to the server's GPUs.
     """
@@ -47,11 +47,11 @@ def shares(cfg: Config, world: World) -> bool:
             )
         return False
     trainers = world.gather(device_facts(world.device)["gpu"])
-    return world.once(lambda: _shares(cfg, trainers))  # the numbers are those of rank 0's machine
+    return world.once(lambda: _shares(cfg, trainers))  # the numbers refer to the machine of rank 0
 
 
 def _shares(cfg: Config, trainers: list[str]) -> bool:
-    """trainers: the UUIDs of the ranks' GPUs."""
+    """`trainers` are the UUIDs of the ranks' GPUs."""
     numbers, count = [int(n) for n in cfg.vllm_gpus.split(",") if n], torch.cuda.device_count()
     if max(numbers, default=0) >= count:
         raise UserError(

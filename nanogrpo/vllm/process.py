@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def on_end(pid: int, then: Callable[[], object]) -> None:
-    """Call `then` on a thread once process `pid` ends, for whatever reason. Linux only.
+    """When process `pid` ends for any reason, call `then` on a thread. Linux only.
 
     The kernel can also kill a process when its parent ends (distributed/parent.py). But for the
     kernel, the "parent" is the thread that started the process, and this thread may end while the

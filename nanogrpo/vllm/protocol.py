@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import nanogrpo.extras.rope_scaling  # adds kinds of RoPE scaling
-import nanogrpo.extras.window  # noqa: F401 (adds layers with a sliding window)
+import nanogrpo.extras.window  # noqa: F401 (adds sliding windows)
 from nanogrpo.engine.base import SamplingParams, stream
 from nanogrpo.errors import UserError, reading
 from nanogrpo.extras.truncation import packed, with_sets
@@ -23,7 +23,7 @@ from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm.server import ServerError
 
-ALL = 1 << 30  # a top_k that keeps all tokens of any vocabulary
+ALL = 1 << 30  # with this top_k, all tokens of any vocabulary are kept
 SENTINEL = -9999.0  # vLLM's HTTP layer writes this number for a log-prob that is NaN or -inf
 FLOAT32_LOGITS = ["--hf-overrides", '{"head_dtype": "float32"}']  # options of vLLM
 
@@ -34,7 +34,7 @@ class GroupRequest:
 
     prompt: Prompt
     n: int
-    body: dict  # without the fields that depend on the weight version
+    body: dict  # the request without the fields that depend on the weight version
     samples: list[Sample] | None = None
 
 
@@ -43,7 +43,8 @@ def check_server(
 ) -> None:
     """Raise UserError if a server cannot sample for this trainer.
 
-    info: the server's description, from auth.describe. head_dtype: float32 or model, as in vLLM.
+    `info` is the server's description, from auth.describe. `head_dtype` is float32 or model, as in
+    vLLM.
     """
     server = f"--server {server}"
     advice = "start serve.py with the checkpoint of --model"
@@ -71,10 +72,10 @@ def check_server(
 def transport(wanted: str, server: str, info: dict, ours: dict[str, str]) -> str:
     """Return how weights reach a server: broadcast or memory.
 
-    wanted: --weight-transport. info: the server's description. ours: buckets.device_facts of the
-    trainer. Raises UserError if no transport works, or if `wanted` does not. NCCL only connects
-    processes on different GPUs that have the same version of NCCL, and a process can only map
-    memory of its own GPU.
+    `wanted` is --weight-transport, `info` is the server's description, and `ours` is
+    buckets.device_facts of the trainer. Raises UserError if no transport works, or if `wanted` does
+    not work. NCCL connects only processes on different GPUs that have the same version of NCCL. A
+    process can map only memory of its own GPU.
     """
     theirs, gpu = {*info["gpus"]}, ours["gpu"]
     if not theirs and not gpu:
@@ -108,7 +109,7 @@ def body(prompt: Prompt, n: int, params: SamplingParams, step: int, masks: bool 
     """Return the request for a group, with every sampling field, so that no default applies.
 
     vLLM seeds completion i of a request with seed + i. The seed is a hash of (seed, step, prompt),
-    so the same request always returns the same completions, on any server at any time. masks:
+    so the same request always returns the same completions, on any server at any time. `masks` says
     whether the server returns the tokens that top_k and top_p keep. Such a server refuses 0 for
     temperature and top_k.
     """
@@ -132,7 +133,7 @@ def body(prompt: Prompt, n: int, params: SamplingParams, step: int, masks: bool 
             "max_tokens": prompt.max_tokens or params.max_tokens,
             "min_tokens": 0,
             "stop_token_ids": list(params.stop_token_ids),
-            # stop only at our stop ids, which may not include the model's own end token
+            # stop only at our stop ids, even if the model's own end token is not among them
             "ignore_eos": True,
             "logprobs": 0,  # only of the sampled token
             "detokenize": False,
@@ -141,7 +142,7 @@ def body(prompt: Prompt, n: int, params: SamplingParams, step: int, masks: bool 
 
 
 def pictures(prompt: Prompt, label: str) -> dict:
-    """Return the request fields that are different for a prompt with pictures.
+    """Return the fields of a request that are different for a prompt with pictures.
 
     vLLM gets each picture in the size that the model sees, so vLLM does not resize the picture. The
     server repeats the image token as often as needed. The name of a picture contains the label of

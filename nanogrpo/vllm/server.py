@@ -35,9 +35,9 @@ from nanogrpo.vllm.process import kill_group
 
 logger = logging.getLogger(__name__)
 
-STARTUP = 1800.0  # seconds for a server of our own to load its model
+STARTUP = 1800.0  # seconds for our own server to load its model
 
-# An exception in a server's log, and one more line if it belongs to the message.
+# An exception in a server's log, with the next line if this line belongs to the message.
 # For example, "(Worker pid=7) ERROR 11-22 04:43:15 [core.py:17] ValueError: no memory".
 # The text before the name of the exception may be missing.
 EXCEPTION = re.compile(
@@ -61,8 +61,8 @@ class ServerLost(UserError):
 class Server:
     """An HTTP client of one server, and the server's state. Requests are thread-safe.
 
-    secret: "" means the secret in the environment.
-    sidecar: the server's process, if we started it.
+    If `secret` is "", the secret comes from the environment. `sidecar` is the server's process, if
+    we started it.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Server:
     def abort(self) -> None:
         """End all requests in progress in other threads, which then raise ServerError."""
         for connection in [*self.open]:
-            with contextlib.suppress(OSError, AttributeError):  # if the connection has just ended
+            with contextlib.suppress(OSError, AttributeError):  # the connection may have just ended
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
 
@@ -164,10 +164,10 @@ def root_cause(text: str) -> str:
 
 
 class Sidecar:
-    """A server process of our own, which can be restarted with the same options.
+    """Our own server process, which can be restarted with the same options.
 
     The server listens on loopback only, with a random secret that is passed in the environment. The
-    server watches our process id, so it ends when this process ends, for whatever reason.
+    server watches our process id, so it ends when this process ends for any reason.
     """
 
     def __init__(
@@ -190,10 +190,11 @@ class Sidecar:
         self.path = output.absolute().with_name(f".{output.stem}")
 
     def start(self, timeout: float, over: threading.Event) -> Server:
-        """Start the process and wait until it is healthy. timeout: for requests to it.
+        """Start the process and wait until it is healthy. `timeout` is the limit for a request, in
+        seconds.
 
         Raises UserError if the process ends, or does not become healthy in time. Also raises
-        UserError if `over` or a signal asks the run to stop in the meantime.
+        UserError if `over` or a signal meanwhile asks the run to stop.
         """
         self.kill()
         # While this socket is bound, no other process gets the port by chance.

@@ -1,5 +1,5 @@
-"""Let trainer and vLLM take turns on one GPU (--vllm-enable-sleep-mode): a wrapper around the
-engine.
+"""A wrapper around the engine, with which trainer and vLLM take turns on one GPU
+(--vllm-enable-sleep-mode).
 
     gather │ wake, send the weights, sample, sleep │ score, train │ gather │ …
     memory:│ the server has its share              │ the server has released its share
@@ -21,7 +21,7 @@ from nanogrpo.vllm.client import VLLMEngine
 class SleepingEngine(Wrapper):
     """An engine whose servers sleep while it does not sample.
 
-    engine: the engine that samples, possibly a wrapper. client: the VLLMEngine inside.
+    `engine` is the engine that samples, possibly a wrapper. `client` is the VLLMEngine inside.
     """
 
     def __init__(self, engine: Engine, client: VLLMEngine):

@@ -10,11 +10,11 @@ With sleep mode, the server has no weights and no KV cache while the trainer tra
 `send` allocates the weights again before the update, and the KV cache after the update.
 
 All gathers end before the first send, because NCCL can deadlock if two ranks use the same two
-communicators at the same time. Sends to several servers may overlap, because their communicators
-share only rank 0. Rank 0 stores a full copy of the weights. So rank 0 can send the same weights
-again when a server restarts, even after the model has changed. Nothing here waits forever: the
-broadcast on a daemon thread has a timeout, and the HTTP request on the caller's thread has a
-timeout, too. Read before: buckets.py.
+communicators at the same time. Rank 0 may send to several servers at the same time, because their
+communicators share only rank 0. Rank 0 stores a full copy of the weights. So rank 0 can send the
+same weights again when a server restarts, even after the model has changed. No call in this file
+waits forever. The broadcast on a daemon thread has a timeout, and so has the HTTP request on the
+caller's thread. Read before: buckets.py.
 Read next: worker.py (the other end), client.py (the caller).
 """
 
@@ -89,8 +89,8 @@ class WeightSync:
         self.checksums = [checksum(bucket) for bucket in self.buckets]
 
     def connect(self, server: Server, transport: str, workers: int) -> None:
-        """Tell a server the layout and transport of the buckets. workers: the server's number of
-        workers.
+        """Tell a server the layout and transport of the buckets. `workers` is the server's number
+        of workers.
         """
         self.disconnect(server)
         info: dict[str, Any] = {
@@ -123,7 +123,7 @@ class WeightSync:
         their KV cache, and continue with the new weights. New requests never reuse prefixes that
         were cached with older weights, because the prefix cache is salted (see client.py).
 
-        wake: the server uses sleep mode, and may be asleep.
+        `wake` says whether the server uses sleep mode, in which it may be asleep.
         """
         group = server.group
         if wake:
@@ -164,7 +164,7 @@ def on_thread(call: Callable[[], Any]) -> Future:
     def run() -> None:
         try:
             future.set_result(call())
-        except Exception as e:  # raised where the result is read
+        except Exception as e:  # raised when the result is read
             future.set_exception(e)
 
     threading.Thread(target=run, daemon=True).start()

@@ -7,7 +7,7 @@ this file before it loads the model (`--worker-extension-cls`, see serve.py). Th
 imports this file. vLLM calls these methods for the routes of the same names:
 
 * init_transfer_engine joins the group, or maps the memory, once per trainer.
-* start_weight_update does nothing, so weights stay usable until the first bucket arrives.
+* start_weight_update does nothing, so the old weights stay usable until the first bucket arrives.
 * update_weights receives and loads one bucket after another.
 * finish_weight_update does nothing.
 * shutdown disconnects from the trainer.
@@ -58,7 +58,7 @@ class Transfer(WeightTransferEngine):
 
     def start_weight_update(self) -> None:
         """Do nothing. vLLM's own engines discard the old weights here. Our engine discards the old
-        weights in `update_weights`, so a start without an update does no harm.
+        weights in `update_weights`. So a start without an update does no harm.
         """
 
     def update_weights(self, update_info: dict) -> None:
