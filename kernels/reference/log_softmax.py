@@ -46,7 +46,9 @@ def log_softmax_forward(
         q = x.amax(-1) if x.numel() else x.new_zeros(x.shape[0])  # [n]
         t = (x - q[:, None]) / temperature
         e = t.exp()
-        s = e.sum(-1)  # [n]
+        # torch divides the sum of a single long row among threads, in another order than if there
+        # are several rows. With --bitwise, this would change the bits.
+        s = e.expand(max(2, len(e)), -1).sum(-1)[: len(e)]  # [n]
         # `where` instead of a product, because 0 · -inf is NaN
         entropy = s.log() - torch.where(e > 0, e * t, 0.0).sum(-1) / s
         logp = t.gather(1, targets[rows, None]).squeeze(1) - s.log()

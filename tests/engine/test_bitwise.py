@@ -9,6 +9,10 @@ import pytest
 from tests import configurations
 from tests.conftest import steps
 
+# two pages of the cache per completion, and memory for two pages: completions are evicted, and
+# resumed after their tokens have been prefilled
+LONG = "--max-completion-length 40"
+EVICTED = f"{LONG} --cache-tokens 64"
 GAP = ("sampling/k3", "sampling/sampling_logp_difference/max")
 
 
@@ -20,6 +24,8 @@ def test_the_bits_depend_neither_on_the_slots_nor_on_the_strips_nor_on_the_ranks
         for options in (
             *("", "--max-concurrent 1", "--max-concurrent 7", "--token-budget 40"),
             "--top-k 40 --top-p 0.9",
+            f"{LONG} --max-concurrent 7",
+            EVICTED,
         )
     }
     row = "the same bits in engine and trainer"
@@ -28,6 +34,11 @@ def test_the_bits_depend_neither_on_the_slots_nor_on_the_strips_nor_on_the_ranks
         assert [step[name] for name in GAP] == [0.0, 0.0]
     whole = runs[""]
     assert whole == runs["--max-concurrent 1"] == runs["--max-concurrent 7"]
+    evictions = [step.pop("sampling/put_back") for step in runs[EVICTED]]
+    assert min(evictions) > 3
+    long = runs[f"{LONG} --max-concurrent 7"]
+    assert [step.pop("sampling/put_back") for step in long] == [0, 0, 0]
+    assert runs[EVICTED] == long
     # the gradients of smaller strips are added up in another order
     assert runs["--token-budget 40"][0]["entropy"] == pytest.approx(whole[0]["entropy"], abs=1e-7)
     for mine, theirs in zip(whole, usual):

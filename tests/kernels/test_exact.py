@@ -7,6 +7,7 @@ tests/engine/test_bitwise.py.
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from nanogrpo.kernels.reference.attention import Strip, attention
@@ -14,15 +15,27 @@ from nanogrpo.kernels.triton import exact as triton
 
 from nanogrpo.extras import head_dtype
 from nanogrpo.extras.bitwise import paged_attention, strip_attention
-from nanogrpo.kernels import exact
+from nanogrpo.kernels import exact, reference
 from tests.conftest import DEVICE
 
 BOTH = pytest.mark.parametrize("how", [exact, triton], ids=["cpu", "triton"])
 PROMPT, LENGTHS, PAGE = 35, (1, 17, 40), 16  # one prompt, and its completions
 
 
+@pytest.fixture(autouse=True)
+def all_rows_of_a_tile_are_added_up_in_one_order(monkeypatch):
+    """Let Triton's interpreter multiply tiles as a GPU does. Its BLAS library may add up the rows
+    of a tile in several orders: OpenBLAS does on an AMD processor without AVX-512.
+    """
+
+    def matmul(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        return (a[:, :, None].astype(dtype) * b).sum(1)
+
+    monkeypatch.setattr(np, "matmul", matmul)
+
+
 @BOTH
-@pytest.mark.parametrize(("K", "M"), [(96, 57), (40, 130)])
+@pytest.mark.parametrize(("K", "M"), [(96, 700), (40, 130)])
 def test_a_row_of_a_product_has_the_same_bits_in_every_batch(how, K, M):
     g = torch.Generator().manual_seed(0)
     a, b = torch.randn(70, K, generator=g), torch.randn(M, K, generator=g)
@@ -35,6 +48,18 @@ def test_a_row_of_a_product_has_the_same_bits_in_every_batch(how, K, M):
             rows = torch.as_tensor(rows, device=DEVICE)
             assert torch.equal(product(x[rows], y), whole[rows])
     assert how.product(a[:0].to(DEVICE), b.to(DEVICE)).shape == (0, M)
+
+
+def test_a_long_row_has_the_same_log_prob_alone_also_with_two_threads():
+    g, threads = torch.Generator().manual_seed(0), torch.get_num_threads()
+    z, ids = 6 * torch.randn(100, 49_152, generator=g), torch.arange(100)
+    torch.set_num_threads(2)
+    try:
+        whole = reference.log_softmax_forward(z, ids, 1.0)[0]
+        alone = [reference.log_softmax_forward(z[i, None], ids[i, None], 1.0)[0] for i in ids]
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(torch.cat(alone), whole)
 
 
 @BOTH
