@@ -79,7 +79,7 @@ class Critic(Feature):
             batch.advantage = ((batch.advantage - mean) / (std + 1e-8)).float()
 
     def objective(self, batch, cfg):
-        """Add the value loss to the loss of the next feature, or of the core."""
+        """Add the value loss to the loss that the next feature, or the core, computes."""
         policy = loss.objective(batch, cfg, self.features[1:])
 
         def both(hidden, lm_head):

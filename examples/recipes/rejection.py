@@ -46,7 +46,8 @@ class Rejection(Feature):
         self.features.sort(key=lambda feature: feature is not self)  # see `objective`
 
     def objective(self, batch, cfg):
-        """Mask the importance, then use the loss of the next feature, or of the core."""
+        """Mask the importance, and then use the loss that the next feature, or the core,
+        computes."""
 
         def masked(hidden, lm_head):
             with torch.no_grad():

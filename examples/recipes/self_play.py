@@ -67,7 +67,7 @@ class Game(Wrapper):
         return [replace(sample, index=i % n) for i, sample in enumerate(found)]
 
     def question(self, ask, n):
-        """Return the prompt for the solutions. It is empty if the question is not valid."""
+        """Return the prompt for the solutions. The prompt is empty if the question is not valid."""
         text = self.run.tokenizer.decode(ask.token_ids)
         right, id = answer(text), -1 - (ask.prompt.id * n + ask.index)  # unlike all other ids
         messages = [{"role": "user", "content": text if right else ""}]

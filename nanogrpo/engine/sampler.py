@@ -3,8 +3,8 @@
 In: logits `[b, V]`, and each row's random key and counter `[b]`. Out: tokens `[b]` and their
 log-probs `[b]` after filtering. The random numbers are counter-based: each number is a hash of the
 completion's key and the token's position. So the random numbers of a completion are the same in any
-row, in any batch and on any rank. The completion is the same, too, unless its logits are rounded
-differently. In bfloat16, this can happen in another batch. Read next: kernels/reference/sample.py
+row, in any batch and on any rank. The completion is the same, too, if its logits are the same. In
+bfloat16, logits may be rounded differently in another batch. Read next: kernels/reference/sample.py
 (`sample_tokens`), runner.py, which calls this file.
 """
 

@@ -174,7 +174,7 @@ def _listed(given: Any) -> list:
 
 
 def _names(given: Given) -> dict[str, Any]:
-    """Return the name of each object as an option, for the checks and the log."""
+    """Return options with the names of the given objects, for the checks and the log."""
     names: dict[str, Any] = {
         "reward_funcs": tuple(
             f if isinstance(f, str) else f"{_name(f)} from Python" for f in given.reward_funcs

@@ -23,7 +23,7 @@ from nanogrpo.extras.dashboards import DashboardOptions
 from nanogrpo.extras.lora.options import LoRAOptions
 from nanogrpo.vllm.options import VLLMOptions
 
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # these losses use the same term
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # losses with the clipped term
 WEIGHTED = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 

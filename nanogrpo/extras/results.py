@@ -32,8 +32,8 @@ class Best(NamedTuple):
 class Result(list[dict]):
     """The records of the steps, one dict each. The most important metrics come first.
 
-    evals: the records of the evaluations; `eval/after` is the number of finished steps.
-    folder: the output folder. summary: what __repr__ shows (summary.py).
+    `evals` are the records of the evaluations; `eval/after` is the number of finished steps.
+    `folder` is the output folder. `summary` is what __repr__ shows (summary.py).
     """
 
     def __init__(self, folder: str | Path):

@@ -105,7 +105,7 @@ def _spans(pattern: re.Pattern, text: str) -> list[Span]:
 
 def _groups(text: str, spans: list[Span]) -> list[tuple[int, str]]:
     """Return the start of each group of joined answers, and the group's answers as one text."""
-    groups: list[tuple[int, dict]] = []  # a dictionary keeps each answer once
+    groups: list[tuple[int, dict]] = []  # a dictionary, so that each answer is kept only once
     last = 0
     for start, end in spans:
         if not groups or not JOIN.fullmatch(FILLER.sub("", text[last:start].lower())):

@@ -49,8 +49,8 @@ BLOCK, NESTED = 64, 256  # weights for each absmax, absmax values for each neste
 
 @functools.cache
 def nf4_tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return NF4 and DYNAMIC on a device, cached, because they cannot be copied during the capture
-    of a CUDA graph.
+    """Return NF4 and DYNAMIC on a device. They are cached, because they cannot be copied during the
+    capture of a CUDA graph.
     """
     return NF4.to(device), DYNAMIC.to(device)
 

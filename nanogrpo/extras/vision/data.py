@@ -1,7 +1,7 @@
 """Read the pictures of a record, and insert them into its prompt, following TRL's conventions.
 
-In: a record with a column `images` or `image`, or with pictures in its messages. Out: messages in
-which each picture has its place, and the pictures in order.
+In: a record with a column `images` or `image`, or with pictures in its messages. Out: messages with
+a part for each picture, and a list of the pictures in the same order.
 
     {"prompt": [{"role": "user", "content": "How many?"}], "image": "0.png"}
     →           [{"role": "user", "content": [{"type": "image", "image": picture},
