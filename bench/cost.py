@@ -85,8 +85,8 @@ def _gpu(tflops: float, tb: float, gib: int, link: float, network: float) -> Dev
 # Most of these numbers come from NVIDIA's data sheets.
 # The numbers of L4, A10G, 3090, 5090, A6000 and RTX-PRO-6000 have not been checked against them.
 # Memory sizes are in GiB. An L40S has 48 GiB, but its ECC takes 3 GiB.
-# Each GPU has one network adapter. The speed of an adapter in Gbit/s is
-# 400 for H100, H200 and B200, 200 for A100, 100 for L40S, and 10 for other GPUs.
+# Each GPU has one network adapter.
+# Its speed in Gbit/s is 400 for H100, H200 and B200, 200 for A100, 100 for L40S, and 10 for others.
 # A T4 or a V100 has no bfloat16, so a run needs a newer GPU.
 GPUS = {
     "L4": _gpu(121, 0.3, 23, 32, 1.25),

@@ -5,9 +5,9 @@ In: nothing. This file creates a random Qwen3 of about three million parameters 
 completions. Out: results/step_time.json, and docs/img/step_time.png, which plots the time against
 the number of tokens, the group size G and the vocabulary size. A step includes everything from the
 samples to the new weights: packing or padding, forward pass, loss, backward pass, clipping and
-AdamW. Steps are on-policy and in float32. Both trainers start from the same weights. Before
-anything is timed, their gradient norms must agree to 1e-3, so that neither is faster because it
-computes something else.
+AdamW. Steps are on-policy and in float32. Both trainers start from the same weights. Before the
+measurement, the gradient norms of all trainers must agree to 1e-3. So no trainer is faster because
+it computes something else.
 
 "TRL" is the GRPOTrainer, which pads its batches, with the settings of trl_run.py. "TRL,
 asynchronous" is the AsyncGRPOTrainer, which packs completions without padding and computes a prompt

@@ -69,8 +69,8 @@ class Feature:
     # Return other prompts for a step, for all ranks, as many as there are in `drawn`.
     # Every rank must return the same prompts.
     def draw(self, run: Run, drawn: list[Prompt], seed: int, step: int) -> list[Prompt] | None: ...
-    # Read or change the rewards, or replace samples in place. The list contains the samples of this
-    # rank.
+    # Read or change the rewards, or replace samples in place.
+    # The list contains the samples of this rank.
     def scored(self, run: Run, samples: list[Sample], step: int) -> None: ...
     # Return advantages [P, G] and standard deviations (see grpo/advantages.py), for all ranks.
     def advantages(self, rewards: Tensor, by_function: Tensor) -> tuple[Tensor, Tensor] | None: ...

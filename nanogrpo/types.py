@@ -34,8 +34,8 @@ class Prompt:
     token_ids: list[int]  # after the chat template
     # all other columns of the data set, which reward functions receive
     columns: dict = field(default_factory=dict)
-    # Only features set max_tokens and inputs. max_tokens: the maximum number of completion tokens;
-    # None: SamplingParams.max_tokens
+    # Only features set max_tokens and inputs.
+    # the maximum number of completion tokens; None: SamplingParams.max_tokens
     max_tokens: int | None = None
     # inputs of the model other than tokens; None: there are none
     inputs: Any = None
@@ -63,7 +63,7 @@ class Sample:
     # True: the engine reported a stop; False: the completion was truncated at the length limit
     stopped: bool
     versions: list[int]  # the version of the weights that sampled each token
-    # for each token: True if the model sampled it, False if it was inserted and is not trained on;
+    # True for each token that the model sampled, False for inserted tokens (not trained on);
     # None if the model sampled all tokens, which is always the case without features
     is_model_token: list[bool] | None = None
     text: str = ""  # the decoded completion, without special tokens
@@ -161,8 +161,8 @@ class PackedBatch:
     # [M] float32: the weight of the token in the loss (`token_weight` in grpo/loss.py)
     weight: Tensor
     sampling_logp: Tensor  # [M] float32: the engine's log-prob
-    # [M] float32: the log-prob under the policy that sampled; None means on policy, so the ratio is
-    # 1. The trainer computes old_logp before the first update, unless a feature has set it.
+    # [M] float32: the log-prob under the policy that sampled, or None on policy (the ratio is 1).
+    # The trainer computes old_logp before the first update, unless a feature has set it.
     old_logp: Tensor | None = None
     # [M] float32: the log-prob under the reference model; None: beta is 0
     ref_logp: Tensor | None = None

@@ -12,7 +12,7 @@ LAST_LINE = re.compile(r"\$?\\boxed\{-?[\d.,]*\d\}\$?\.?")
 
 
 def boxed_last_line(completions, **kwargs):
-    """Return 1 for a completion whose only box is its last line and contains a number, else 0."""
+    """Return 1 if the last line is a box with a number, and there is no other box; else 0."""
     texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
     return [float(is_formatted(text)) for text in texts]
 

@@ -18,11 +18,12 @@ difference, and its gradient has less variance. β has the same meaning as in TR
 DistillationTrainer, and a test compares the loss and the gradients with TRL:
 
     m = (1 - β) π + β teacher;  D = β KL(teacher ‖ m) + (1 - β) KL(π ‖ m)
-    β = 1: KL(π ‖ teacher);  β = 0: KL(teacher ‖ π)
+    D is KL(π ‖ teacher) at β = 1, and KL(teacher ‖ π) at β = 0
 
 The teachers need the student's tokenizer. With one teacher, without rewards and without --jsd-beta,
-train.py can do almost the same: `--beta 1 --ref-model TEACHER --reward-funcs accuracy
---reward-weights 0`. If a step has several updates, this gradient also contains the policy ratio.
+train.py can do almost the same: use `--beta 1 --ref-model TEACHER` with `--reward-funcs accuracy`
+and `--reward-weights 0`. If a step has several updates, this gradient also contains the policy
+ratio.
 """
 
 from __future__ import annotations

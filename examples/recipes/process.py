@@ -42,7 +42,7 @@ class Process(Feature):
 
 
 def token_rewards(sample, weights):
-    """Return the weighted rewards of a sample's functions for each token; NaN: there is none."""
+    """Return the weighted rewards of a sample's functions for each token (NaN: no reward)."""
     total = np.full(len(sample.token_ids), np.nan)
     for name, reward in sample.rewards.items():
         if reward is not None:
@@ -56,7 +56,7 @@ def process_advantages(group):
     """Return the advantage of each token, from the rewards of each token of a group."""
     given = np.concatenate(group)
     given = given[~np.isnan(given)]
-    if not len(given) or given.min() == given.max():  # exact zeros leave the group out
+    if not len(given) or given.min() == given.max():  # exact zeros: the group is left out
         return [[0.0] * len(rewards) for rewards in group]
     scaled = ((rewards - given.mean()) / (given.std(ddof=1) + 1e-4) for rewards in group)
     return [np.nan_to_num(each)[::-1].cumsum()[::-1].tolist() for each in scaled]

@@ -2,17 +2,18 @@
 ratio.
 
 Δ_t = log π(y_t) - log μ(y_t) compares the current policy π with the engine μ that sampled token t.
-A completion is kept only if
+A completion is kept only under this condition:
 
     geometric:  |mean_t Δ_t| ≤ log c      the geometric mean of the ratios is in [1/c, c]
     worst:      max_t |Δ_t| ≤ log c       all ratios are in [1/c, c]
 
-All tokens of the other completions get the factor 0. This is decided again at every update. The KL
-keeps its weight. The geometric mean does not depend on the length (Liu et al. 2025, "When Speed
-Kills Stability"). For the other rule, one very unlikely token is enough, as in the veto of verl.
-Two other masks are options of train.py: by the ratio of each token (--vllm-importance-sampling-mode
-token_mask), and by the product of the ratios (sequence_mask). The ratio differs from 1 if a step
-has several updates, if samples are stale, or if engine and trainer round differently.
+All tokens of the other completions get the factor 0. Each update decides again which completions
+are kept. The KL keeps its weight. The geometric mean does not depend on the length (Liu et al.
+2025, "When Speed Kills Stability"). For the other rule, one very unlikely token is enough, as in
+the veto of verl. Two other masks are options of train.py: by the ratio of each token
+(--vllm-importance-sampling-mode token_mask), and by the product of the ratios (sequence_mask). The
+ratio differs from 1 if a step has several updates, if samples are stale, or if engine and trainer
+round differently.
 
     python examples/recipes/rejection.py --model runs/base --data arithmetic --output-dir runs/r \\
         --num-iterations 4 --rejection worst --rejection-bound 3

@@ -46,8 +46,8 @@ def log_softmax_forward(
         q = x.amax(-1) if x.numel() else x.new_zeros(x.shape[0])  # [n]
         t = (x - q[:, None]) / temperature
         e = t.exp()
-        # torch divides the sum of a single long row among threads, in another order than if there
-        # are several rows. With --bitwise, this would change the bits.
+        # If there is only one long row, torch divides its sum among threads.
+        # This would change the order of the sum, and so the bits with --bitwise.
         s = e.expand(max(2, len(e)), -1).sum(-1)[: len(e)]  # [n]
         # `where` instead of a product, because 0 · -inf is NaN
         entropy = s.log() - torch.where(e > 0, e * t, 0.0).sum(-1) / s

@@ -232,8 +232,8 @@ UNSUPPORTED = table(
     """
 )
 
-# The default values in TRL of options that are refused. For these options, the default and false
-# are accepted and ignored.
+# The default values in TRL of options that are refused.
+# For these options, the default and false are accepted and ignored.
 NEUTRAL = {
     "log_multimodal": True,
     "sapo_temperature_pos": 1.0,

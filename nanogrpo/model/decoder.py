@@ -206,7 +206,7 @@ class Decoder(nn.Module):
 
     @classmethod
     def from_config(cls, raw: dict, where: str) -> "Decoder":
-        """Return a new model for the fields of a config.json; `where` names the file in errors."""
+        """Return a new model for the fields of a config.json, which errors call `where`."""
         return cls(ModelConfig.from_dict(raw, where))
 
     def arranged(self, found: Iterable[tuple[str, Any]], where: str) -> Iterable[tuple[str, Any]]:

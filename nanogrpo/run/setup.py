@@ -1,10 +1,10 @@
 """Check the inputs of a run, and build its parts.
 
 In: the options, the world and the features of this run. Out: first `Inputs`: a model without
-weights, the prompts and the reward functions. From these, the last settings are chosen. Then a
-`Run`, which train.py and step.py use. Each mistake of the user is reported where the value is read,
-in one sentence. train.py calls `load`, `settle`, `setup` and `closing`, in this order. Read next:
-state.py (checkpoints), engine/local.py (the engine).
+weights, the prompts and the reward functions. The last settings are chosen from these inputs. Then
+a `Run`, which train.py and step.py use. Each mistake of the user is reported where the value is
+read, in one sentence. train.py calls `load`, `settle`, `setup` and `closing`, in this order. Read
+next: state.py (checkpoints), engine/local.py (the engine).
 """
 
 import contextlib
@@ -248,7 +248,7 @@ def load_weights(model: Decoder, inputs: Inputs) -> Decoder:
 
 
 def make_reference(inputs: Inputs) -> Decoder | None:
-    """Return the frozen reference model for the KL penalty; None when beta is 0.
+    """Return the frozen reference model for the KL penalty, or None if beta is 0.
 
     If the model can act as its own reference, no second model is needed.
     """

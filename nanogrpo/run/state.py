@@ -214,8 +214,8 @@ class Saver:
     # --- resuming ---
 
     def resume(self) -> int:
-        """If --resume is set and there is a checkpoint, restore the last checkpoint. Return its
-        number of finished steps. Every rank must call this method.
+        """If --resume is set and there is a checkpoint, restore the last checkpoint. Return the
+        number of finished steps of this checkpoint. Every rank must call this method.
 
         Torch unpickles parts of a checkpoint, so resume only runs that you trust. The hashes are
         needed to find damaged files, because torch does not notice flipped bits that only change a

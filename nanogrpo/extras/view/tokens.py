@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 COLUMNS = ("entropy", "ratio", "gap", "share")
 LIMIT = 256 * 2**20  # bytes of all files of a run
-# The maximum number of bytes that a token takes in the file (docs/log.md). It is used to choose
-# groups.
+# The maximum number of bytes that a token takes in the file (docs/log.md).
+# This number is used to choose groups.
 BYTES = 24
 
 

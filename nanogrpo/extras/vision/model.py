@@ -175,8 +175,7 @@ class Encoder(nn.Module):
         is the number of bytes per number, and `kind` is --gradient-checkpointing.
         """
         c, D, F = self.cfg, self.cfg.hidden_size, self.cfg.intermediate_size
-        # A block keeps the inputs and outputs of two norms, and q, k and v before and after
-        # rotation.
+        # A block keeps the input and output of two norms, and q, k, v before and after rotation.
         # A block also keeps attention's result and its copy, two MLP products, and statistics.
         block = item * (11 * D + 2 * F) + 4 * (4 + c.num_heads)
         kept = {"none": block, "full": item * D, "selective": item * (7 * D + F)}[kind]
