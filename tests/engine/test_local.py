@@ -6,40 +6,26 @@ tests/bench/test_peers.py.
 """
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
 
 from nanogrpo.engine import local, runner
 from nanogrpo.engine.base import SamplingParams
-from nanogrpo.engine.local import LocalEngine
 from nanogrpo.engine.runner import Runner
 from nanogrpo.extras.rope_scaling import Scaling
 from nanogrpo.extras.window import FULL, SLIDING, Windows
-from nanogrpo.types import Prompt
 from tests.conftest import positions_of, tiny_model
+from tests.engine import small
+from tests.engine.small import make_engine, same
 
 STOPS = range(12)  # of 151 tokens: about one in twelve stops a completion
 PARAMS = SamplingParams(max_tokens=24, stop_token_ids=STOPS, seed=5)
 LENGTHS = (1, 3, 17, 8, 1, 30)
 
 
-def make_prompts(lengths=LENGTHS, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        Prompt(100 + i, "", torch.randint(151, (n,), generator=generator).tolist())
-        for i, n in enumerate(lengths)
-    ]
-
-
-def make_engine(model=None, slots=64, max_len=64, **kwargs):
-    model = model or tiny_model()
-    engine = LocalEngine(
-        model.cfg, max_len=max_len, slots=slots, device=kwargs.pop("device", "cpu"), **kwargs
-    )
-    engine.load(model, version=7)
-    return engine
+def make_prompts(lengths=LENGTHS):
+    return small.make_prompts(lengths)
 
 
 def trainer_logp(model, samples, temperature):
@@ -108,25 +94,6 @@ def test_completions_do_not_depend_on_the_batching(monkeypatch):
     # several prefills, one of them for a prompt above the budget
     monkeypatch.setattr(runner, "PREFILL_TOKENS", 20)
     assert ids(make_engine(model, slots=5).sample(prompts, 6, PARAMS, step=2)) == ids(wide)
-
-
-def test_decoding_several_steps_per_transfer_changes_nothing():
-    model, limits = tiny_model(), (5, 13, None, 1)
-    prompts = [
-        dataclasses.replace(p, max_tokens=m)
-        for p, m in zip(make_prompts(), itertools.cycle(limits))
-    ]
-    longest = max(len(p.token_ids) + (p.max_tokens or PARAMS.max_tokens) for p in prompts)
-    each, few = (
-        make_engine(model, slots=7, max_len=longest, paged=paged) for paged in (False, True)
-    )
-    few.runner.stride = (
-        8  # as on a GPU: tokens after a stop token and above the limit are discarded
-    )
-    a, b = (engine.sample(prompts, 6, PARAMS, step=0) for engine in (each, few))
-    assert ids(a) == ids(b)
-    assert [s.stopped for s in a] == [s.stopped for s in b]
-    assert {len(s.token_ids) for s in b} >= {1, 5, 13}
 
 
 def test_a_prompt_is_prefilled_once_for_its_group():
@@ -230,10 +197,7 @@ def test_cuda_graphs_sample_what_eager_decoding_samples(changes):
         make_engine(model, slots=7, device="cuda", dtype=torch.float32) for _ in range(2)
     )
     eager.runner = Runner(eager.model, eager.cache, eager.scheduler.state)
-    eager, graphs = (engine.sample(prompts, 6, params, step=0) for engine in (eager, graphs))
-    assert ids(graphs) == ids(eager)
-    for a, b in zip(graphs, eager):
-        torch.testing.assert_close(torch.tensor(a.logp), torch.tensor(b.logp), atol=1e-4, rtol=1e-4)
+    same(*(engine.sample(prompts, 6, params, step=0) for engine in (graphs, eager)))
 
 
 @pytest.mark.gpu

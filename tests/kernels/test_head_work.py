@@ -69,17 +69,19 @@ class _Results(TorchDispatchMode):
         return out
 
 
-def test_logits_are_never_more_than_a_chunk():
-    hidden, lm_head = torch.randn(64, 4, requires_grad=True), torch.randn(512, 4)
-    targets, ones = torch.randint(512, (64,)), torch.ones(64)
+# by default, a chunk has at most 512 rows on a CPU
+@pytest.mark.parametrize(("rows", "chunk", "most"), [(64, 8, 8), (600, None, 512)])
+def test_logits_are_never_more_than_a_chunk(rows, chunk, most):
+    hidden, lm_head = torch.randn(rows, 4, requires_grad=True), torch.randn(64, 4)
+    targets, ones = torch.randint(64, (rows,)), torch.ones(rows)
     inputs = LossInputs(ones, ones, entropy_weight=ones)
     with _Results() as results:
         loss = ops.head_policy_loss(
-            hidden, lm_head.requires_grad_(), targets, inputs, CLIP, chunk=8
+            hidden, lm_head.requires_grad_(), targets, inputs, CLIP, chunk=chunk
         )
-        logp, entropy = ops.head_logp(hidden, lm_head, targets, chunk=8)
+        logp, entropy = ops.head_logp(hidden, lm_head, targets, chunk=chunk)
         (loss.loss + (logp + entropy).sum()).backward()
-    assert max(numel for numel, _ in results.made) == 8 * 512
+    assert max(numel for numel, _ in results.made) == most * 64
 
 
 def test_gradient_of_a_bfloat16_head_is_summed_in_float32():

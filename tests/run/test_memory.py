@@ -1,5 +1,4 @@
-"""The memory estimate matches real tensors and refuses what cannot fit, and a training step never
-holds all logits.
+"""The memory estimate matches real tensors and refuses what cannot fit.
 
 Read next: tests/distributed/test_fsdp.py (the shards).
 """
@@ -25,8 +24,6 @@ from nanogrpo.errors import UserError
 from nanogrpo.extras import head_dtype, memory
 from nanogrpo.extras.bitwise import swapped
 from nanogrpo.extras.sharding import shard
-from nanogrpo.grpo import loss as grpo
-from nanogrpo.grpo import packing, schedule
 from nanogrpo.logs import metrics
 from nanogrpo.model import dispatch
 from nanogrpo.model import head as ops
@@ -37,7 +34,6 @@ from nanogrpo.types import Prompt, Sample
 from tests.conftest import SOLO, packed, random_batch, tiny_config, tiny_model
 from tests.kernels.traffic import QWEN3, Traffic
 from tests.ranks import run
-from tests.run.allocator import most_at_once
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -261,66 +257,6 @@ def test_the_peak_is_that_of_the_fullest_gpu_in_one_step():
     host = {"memory/host_peak_gib": 0}
     expected = [{**host, "memory/peak_gib": peak} for peak in (4.0, 1.0)]
     assert run(2, peaks) == [expected, expected]
-
-
-# --- the logits never exist ---
-
-
-def peak_of_a_step(vocab: int, completions: int) -> int:
-    """Return the peak bytes of a training step with 100 tokens per completion."""
-    cfg = Config(num_generations=completions, generation_batch_size=completions, token_budget=10**6)
-    model = Decoder(
-        tiny_config(
-            vocab_size=vocab, hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=4
-        )
-    )
-    optimizer = optim.make_optimizer(model, cfg)
-    samples = [
-        Sample(
-            Prompt(0, "", [1, 2, 3]),
-            j,
-            [7] * 100,
-            [-1.0] * 100,
-            True,
-            [0] * 100,
-            advantage=float(j % 2),
-        )
-        for j in range(completions)
-    ]
-    (update,) = schedule.schedule([s.facts for s in samples], cfg, 0)
-    (batch,) = packing.pack(update, samples, cfg)
-
-    def step() -> None:
-        model.forward_strip(batch, grpo.objective(batch, cfg)).loss.backward()
-        with torch.no_grad():
-            model.forward_strip(batch, grpo.logp_of(batch, cfg))
-        optim.clip_and_step(model, optimizer, 1e-3, 1.0)
-
-    return most_at_once(step)
-
-
-def test_the_peak_of_a_step_does_not_grow_with_vocabulary_times_tokens(monkeypatch):
-    """With 2,000 more tokens, the logits would take 160 MB more, and each result made of them as
-    much again. The smaller step already fills a chunk.
-    """
-    vocab, extra = 20_000, 20 * 100
-    few, many = (peak_of_a_step(vocab, completions) for completions in (30, 50))
-    logits = 4 * vocab * extra
-    assert many - few < 0.5 * logits, (
-        f"{(many - few) / 2**20:.0f} MiB more, of {logits / 2**20:.0f} MiB of logits"
-    )
-    monkeypatch.setattr(Decoder, "forward_strip", forward_with_all_logits)
-    assert peak_of_a_step(vocab, 50) - few > logits  # the measure would see them
-
-
-def forward_with_all_logits(model: Decoder, batch, loss):
-    """Compute the log-probs from all logits, as in a naive head."""
-    hidden = model.model(
-        batch.tokens, batch.positions, StripAttention(batch.cu_seqlens, batch.max_len)
-    )[batch.rows]
-    # [M, 1]
-    logp = (hidden @ model.lm_head.weight.T).log_softmax(-1).gather(1, batch.targets[:, None])
-    return types.SimpleNamespace(loss=logp.mean())
 
 
 # --- a pretended GPU ---
