@@ -25,7 +25,7 @@ from bench import common, learning, real_model, runs, tables, tables_learning
 from nanogrpo import Config
 from nanogrpo.extras.arithmetic import warmup
 
-LORA = {"lora_r": 8, "lora_alpha": 16.0, "lora_base_dtype": "bfloat16"}
+LORA = {"lora_r": 8, "lora_alpha": 16.0, "dtype": "bfloat16"}
 SIDES: dict[str, dict] = {"bfloat16": {}, "4 bits": {"load_in_4bit": True}}
 RATES = {"tiny": 1e-3, "135M": 5e-4}  # learning rates
 

@@ -41,8 +41,7 @@ def product(a: Tensor, b: Tensor, buffer: Tensor | None = None) -> Tensor:
     row i of `a`, and on b.
     """
     tiles = F.pad(a, (0, 0, 0, -len(a) % ROWS)).split(ROWS)  # [ROWS, K] each
-    out = [linear.product(tile, b) for tile in tiles]
-    return torch.cat(out)[: len(a)]
+    return torch.cat([linear.product(tile, b) for tile in tiles])[: len(a)]
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

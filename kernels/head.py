@@ -130,7 +130,7 @@ class HeadPolicyLoss(torch.autograd.Function):
 
         loss = (inputs.weight * terms).sum()
         if inputs.entropy_weight is not None:
-            loss = loss - (inputs.entropy_weight * entropy).sum()
+            loss -= (inputs.entropy_weight * entropy).sum()
         ctx.save_for_backward(dhidden, _complete(dhead, lm_head) if need_dhead else None)
         ctx.dtypes = hidden.dtype, lm_head.dtype
         ctx.mark_non_differentiable(*(x for x in (logp, entropy, clip, kl) if x is not None))
@@ -140,11 +140,10 @@ class HeadPolicyLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, upstream, *_):
         # `out` has the final dtype, so no second float32 tensor of the size of dhead is needed.
-        scaled = (
+        return *(
             None if g is None else torch.mul(g, upstream, out=torch.empty_like(g, dtype=dtype))
             for g, dtype in zip(ctx.saved_tensors, ctx.dtypes)
-        )
-        return *scaled, *(None,) * 6
+        ), *(None,) * 6
 
 
 def _slices(count: int, size: int) -> list[slice]:
@@ -170,17 +169,18 @@ def add_product(total: Tensor | None, dlogits: Tensor, h: Tensor) -> Tensor:
     The total has the dtype that `accumulate` returns. A total in bfloat16 would have an error that
     grows with the number of chunks (from 1.6e-3 for one chunk to 2.6e-3 for 8).
     """
+    dtype = accumulate(h.dtype)
+    if h.is_cpu:  # torch has no product of 16-bit operands with a float32 result there
+        h, dlogits = h.to(dtype), dlogits.to(dtype)
     if by_onednn(h.T, dlogits.T):
         part = product(h.T, dlogits.T).T  # [V, D], transposed in memory
         return part.contiguous() if total is None else total.add_(part)
-    beta = 0.0 if total is None else 1.0  # with beta = 0, the values in `total` are ignored
-    if total is None:
-        total = h.new_empty(dlogits.shape[1], h.shape[1], dtype=accumulate(h.dtype))
-    dtype = total.dtype
-    if h.is_cuda and h.dtype != dtype:  # 16-bit operands, float32 accumulator and result
-        return torch.addmm(total, dlogits.T, h, out_dtype=dtype, beta=beta, out=total)
-    # On a CPU, torch has no matrix product of 16-bit operands with a float32 result.
-    return torch.addmm(total, dlogits.to(dtype).T, h.to(dtype), beta=beta, out=total)
+    beta = 1.0
+    if total is None:  # with beta = 0, the values in `total` are ignored
+        total, beta = h.new_empty(dlogits.shape[1], h.shape[1], dtype=dtype), 0.0
+    # 16-bit operands, float32 accumulator and result
+    more: dict = {} if h.dtype == dtype else {"out_dtype": dtype}
+    return torch.addmm(total, dlogits.T, h, beta=beta, out=total, **more)
 
 
 def _complete(total: Tensor | None, lm_head: Tensor) -> Tensor:

@@ -3,7 +3,7 @@ oneDNN calls of the project are in this file.
 
 In: x [T, I], weight [O, I], optionally a bias [O]. Out: y [T, O] and its gradients. Everything is
 computed in float32. Results differ from those of F.linear only because sums are computed in a
-different order.
+different order. 16-bit matrices are converted to float32, and results are rounded, as on a GPU.
 
 Equation.   Y = X Wᵀ + b;  dX = dY W;  dW = dYᵀ X;  db = Σ_rows dY. The function `product` computes
             A Bᵀ, and each of the products for Y, dX and dW can be written in this form.
@@ -13,7 +13,9 @@ Why.        On a CPU, torch computes float32 matrix products with the BLAS that 
             a transposed view of B directly, but copies a transposed view of A. A call of oneDNN
             takes 10 µs longer to start than a call of MKL. If oneDNN must generate code for a new
             number of rows, it takes half a millisecond longer.
-Elsewhere.  GPUs, other dtypes, autocast and small products use F.linear. The setting
+16 bits.    On a CPU without instructions for 16-bit products, torch's own are 3 to 25 times slower
+            than float32 products.
+Elsewhere.  GPUs, float64, autocast and small products use F.linear. The setting
             torch.backends.mkldnn.flags(enabled=False) turns oneDNN off, both here and in torch.
 
 Read next: head.py (the products of the output head), nanogrpo/model/decoder.py (the layers).
@@ -36,15 +38,14 @@ _onednn: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 def by_onednn(a: Tensor, b: Tensor) -> bool:
     """Return whether oneDNN computes `product(a, b)`.
 
-    The result is True for large float32 matrices on a CPU, unless they are DTensors or are being
-    traced.
+    The result is True for large float32 and 16-bit matrices on a CPU, unless they are DTensors or
+    are being traced.
     """
-    return (
+    return bool(
         a.is_cpu  # the device is checked first, so on a GPU, nothing else is evaluated
-        and b.is_cpu
-        and a.dtype == b.dtype == torch.float32
-        and _onednn is not None
-        and bool(torch.backends.mkldnn.enabled)
+        and a.dtype == b.dtype != torch.float64
+        and _onednn
+        and torch.backends.mkldnn.enabled
         and {type(a), type(b)} <= {Tensor, nn.Parameter}
         and a.ndim == b.ndim == 2
         and a.shape[0] * b.numel() >= WORTH
@@ -60,8 +61,13 @@ def product(a: Tensor, b: Tensor, buffer: Tensor | None = None) -> Tensor:
     always allocates a new tensor.
     """
     if by_onednn(a, b):
-        return _onednn(a, b, None, "none", [], "")
+        return _multiply(a, b, None)
     return torch.mm(a, b.T, out=None if buffer is None else buffer[: len(a)])
+
+
+def _multiply(*args) -> Tensor:
+    """Return a bᵀ + bias for the arguments a, b and bias, or a bᵀ if bias is None."""
+    return _onednn(*(x if x is None else x.float() for x in args), "none", [], "").type_as(args[0])
 
 
 class _Linear(torch.autograd.Function):
@@ -70,17 +76,19 @@ class _Linear(torch.autograd.Function):
         # If the weight is frozen, x is not saved.
         for_dx, for_dweight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if for_dweight else None, weight if for_dx else None)
-        return _onednn(x, weight, bias, "none", [], "")  # [T, O]
+        return _multiply(x, weight, bias)  # [T, O]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         for_dx, for_dweight, for_dbias, *_ = ctx.needs_input_grad
-        dx = product(dy, weight.T) if for_dx else None  # [T, I]
-        # [O, I]; for large O, twice as fast as product(dy.T, x.T)
-        dweight = product(x.T, dy.T).T if for_dweight else None
-        return dx, dweight, dy.sum(0) if for_dbias else None
+        return (
+            product(dy, weight.T) if for_dx else None,  # [T, I]
+            # [O, I]; for large O, twice as fast as product(dy.T, x.T)
+            product(x.T, dy.T).T if for_dweight else None,
+            dy.sum(0) if for_dbias else None,
+        )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -94,12 +102,12 @@ def repacked(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[..., Te
     """Return a function x ↦ F.linear(x, weight, bias). The returned function does not notice later
     changes of the weight.
 
-    On a CPU, a float32 weight is copied to the layout that oneDNN prefers for inputs with `rows`
+    On a CPU, a weight is copied in float32 to the layout that oneDNN prefers for inputs with `rows`
     rows. On one core of an AMD EPYC, multiplying 64 rows by a weight [2048, 256] then takes 0.29
     ms, compared with 0.72 ms for F.linear. The returned function is for inference only, because a
     repacked weight has no gradient.
     """
-    if not (weight.is_cpu and weight.dtype == torch.float32 and _onednn is not None):
+    if not (weight.is_cpu and weight.dtype != torch.float64 and _onednn):
         return lambda x, *_: F.linear(x, weight, bias)
-    ready = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
-    return lambda x, *_: _onednn(x, ready, bias, "none", [], "")
+    ready = torch.ops.mkldnn._reorder_linear_weight(weight.float(), rows)
+    return lambda x, *_: _multiply(x, ready, bias)

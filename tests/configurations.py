@@ -117,9 +117,10 @@ ROWS = {
         "--lora-r 4 --beta 0.05 --num-iterations 2 --gradient-checkpointing full --token-budget 60",
         base={"tie_word_embeddings": True},
     ),
-    "adapters on a base in bfloat16": Row("--lora-r 4 --lora-base-dtype bfloat16", ranks=False),
+    "float16": Row("--dtype float16 --num-iterations 2 --entropy-coef 300", ranks=False),
+    "adapters on a base in bfloat16": Row("--lora-r 4 --dtype bfloat16", ranks=False),
     "float32 logits of a base in bfloat16": Row(
-        "--lora-r 4 --lora-base-dtype bfloat16 --head-dtype float32 --beta 0.05",
+        "--lora-r 4 --dtype bfloat16 --head-dtype float32 --beta 0.05",
         base={"tie_word_embeddings": True},
         ranks=False,
     ),

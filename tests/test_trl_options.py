@@ -143,6 +143,7 @@ def test_defaults_are_those_of_trl_unless_the_table_says_otherwise():
         ("--vllm_importance_sampling_cap 2", "vllm_importance_sampling_clip_max=2.0"),
         ("--bf16", ""),
         ("--bf16 True --fp16 False --hub_token null --shuffle_dataset true", ""),
+        ("--fp16", "dtype=float16"),
         ("--use_cpu", "device=cpu"),
         ("--cast_lm_head_to_fp32", "head_dtype=float32"),
         ("--use_peft", "lora_r=16"),
@@ -236,8 +237,8 @@ def test_the_batch_is_that_of_trl(capsys, caplog, monkeypatch, theirs, processes
     ("argv", "message"),
     [
         (
-            "--fp16",
-            "--fp16 is an option of TRL: it is not supported here, because a GPU computes in",
+            "--fp16_full_eval",
+            "--fp16-full-eval is an option of TRL: it is not supported here, because evaluations",
         ),
         (
             "--bnb_4bit_quant_type fp4",
@@ -444,11 +445,13 @@ def test_all_mistakes_are_reported_together(tmp_path):
     def firsts(call, *args) -> list[str]:
         return [line.split()[0] for line in message(call, *args).splitlines()]
 
-    argv = "--kl_coef 1 --modle m --num-generations four --fp16 --top-p 2 --seed 1 x"
-    expected = ["--kl_coef", "--modle", "x", "--num-generations", "--fp16"]
+    argv = "--kl_coef 1 --modle m --num-generations four --fp16_full_eval --top-p 2 --seed 1 x"
+    expected = ["--kl_coef", "--modle", "x", "--num-generations", "--fp16-full-eval"]
     assert firsts(parse, argv.split()) == expected
-    (tmp_path / "c.yaml").write_text("seed: many\nlr: 1\nresume_from: x\nfp16: true\nbeta: 1")
-    expected = ["--config", "lr", "resume_from", "--fp16"]
+    (tmp_path / "c.yaml").write_text(
+        "seed: many\nlr: 1\nresume_from: x\nfp16_full_eval: 1\nbeta: 1"
+    )
+    expected = ["--config", "lr", "resume_from", "--fp16-full-eval"]
     assert firsts(parse, ["--config", f"{tmp_path}/c.yaml"]) == expected
     assert firsts(Config(model="m", top_p=2.0).validate) == ["--data", "--top-p"]
     cfg = Config(model="m", data=("d",), lora_adapter="a", delta=2.0, loss_type="sapo")

@@ -39,6 +39,7 @@ class Sharding:
     reduce_each: bool = False  # reduce gradients after each micro-batch
     offload: bool = False  # keep the shards in host memory
     whole: bool = False  # do not shard the model; the caller handles its weights
+    dtype: torch.dtype = torch.float32  # of the computation
     # tells torch's `checkpoint` which results to keep instead of recomputing them
     contexts: Callable[[], Any] = noop_context_fn
 
@@ -83,19 +84,18 @@ def _shard(model: Any, world: World) -> None:
     """Shard each block as one unit, an untied head as one unit, and all other parameters as the
     root unit.
 
-    Master weights are float32. GPUs compute in bfloat16 and reduce gradients in float32. Devices
-    other than GPUs compute in bfloat16 only if some weights, such as frozen ones, are stored in
-    bfloat16. `cast_forward_inputs` is off because it would turn the float32 rotary angles into
-    bfloat16. A tied head is the same parameter as the embedding, so it belongs to the root unit,
-    whose parameters stay gathered between the forward and the backward pass. If a tied head were a
-    separate unit, the same matrix would be gathered twice and receive gradients from two places.
+    Master weights are float32, and gradients are reduced in float32. `cast_forward_inputs` is off
+    because it would turn the float32 rotary angles into 16-bit numbers. A tied head is the same
+    parameter as the embedding, so it belongs to the root unit, whose parameters stay gathered
+    between the forward and the backward pass. If a tied head were a separate unit, the same matrix
+    would be gathered twice and receive gradients from two places.
     """
     # Without a mesh, FSDP2 chooses the machine's accelerator, even for a model on the CPU.
     options: dict[str, Any] = {"mesh": init_device_mesh(world.device.type, (world.size,))}
     cuda = world.device.type == "cuda"
-    if cuda or any(p.dtype == torch.bfloat16 for p in model.parameters()):
+    if model.sharding.dtype != torch.float32:
         options["mp_policy"] = MixedPrecisionPolicy(
-            torch.bfloat16, torch.float32, cast_forward_inputs=False
+            model.sharding.dtype, torch.float32, cast_forward_inputs=False
         )
     if model.sharding.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=cuda)

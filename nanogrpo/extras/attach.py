@@ -29,6 +29,7 @@ extras, off by default (--help-all has their options, and says more about each o
   --vllm-importance-sampling-mode  a correction for the gap between engine and trainer
   --loss-type, …              cispo, sapo, vespo, dppo, luspo; sequence-level ratios (GSPO)
   --bitwise, --head-dtype     the same bits in engine and trainer, or only logits in float32
+  --dtype                     compute in float16 or bfloat16, also on a CPU (docs/precision.md)
   --ref-model, …              another reference model, or one that follows the policy
   --entropy-coef, …           an entropy bonus, or training on uncertain tokens only
   --advantage-estimator, …    rloo, maxrl, GDPO
@@ -153,8 +154,8 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
         from nanogrpo.extras.memory import Memory
 
         yield Memory()
-    sharding = (cfg.reshard_after_forward, cfg.reduce_gradients)
-    if gpu or cfg.cpu_offload or cfg.full_determinism or selective or sharding != ("auto", "auto"):
+    sharding = (cfg.reshard_after_forward, cfg.reduce_gradients, cfg.dtype)
+    if gpu or cfg.cpu_offload or cfg.full_determinism or selective or {*sharding} != {"auto"}:
         from nanogrpo.extras.sharding import Sharded
 
         yield Sharded(cfg)
@@ -166,6 +167,10 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
         from nanogrpo.extras.head_dtype import HeadDtype
 
         yield HeadDtype()
+    if cfg.dtype == "float16":
+        from nanogrpo.extras.loss_scale import LossScale
+
+        yield LossScale()
     if cfg.other_optimizer:
         from nanogrpo.extras.optim import Optim
 

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 
 class Bitwise(Feature):
-    def model(self, model: Decoder, inputs: Inputs) -> None:
+    def settings(self, cfg: Any, inputs: Inputs) -> None:
+        model = inputs.model
         if type(model) is not Decoder or model.cfg.layers:
             raise UserError(
                 "--bitwise supports text models in which each token attends to all tokens before "
@@ -180,7 +181,7 @@ def paged_attention(
     table: Tensor,
     keys: Tensor,
     values: Tensor,
-    window: int = 0,  # never used: `Bitwise.model` refuses windows
+    window: int = 0,  # never used: `Bitwise` refuses windows
 ) -> Tensor:
     """Do the same as kernels/reference/paged.py, with one tile for each row."""
     q, k = dispatch.functions_for(q.device).norm_rope(q, k, *rotation)

@@ -20,7 +20,7 @@ import torch
 
 from nanogrpo.errors import UserError
 from nanogrpo.grpo.loss import clip_of, loss_inputs
-from nanogrpo.kernels.head import HeadPolicyLoss
+from nanogrpo.model import head
 from nanogrpo.model.dispatch import functions_for
 from nanogrpo.model.head import PolicyOut, default_chunk
 
@@ -64,7 +64,7 @@ def distill_objective(batch, cfg, teachers, divergence):
         chunk = default_chunk(10 * len(lm_head), values.dtype, hidden.device)
         how = loss_inputs(batch), clip_of(cfg), cfg.temperature, chunk, own
         rows = torch.arange(len(hidden)).to(batch.targets)  # [M]
-        loss, logp, entropy, clip, kl = HeadPolicyLoss.apply(hidden, lm_head, rows, *how)
+        loss, logp, entropy, clip, kl = head.HeadPolicyLoss.apply(hidden, lm_head, rows, *how)
         return PolicyOut(loss, logp, entropy, kl, {"clip": clip, "distill/divergence": values})
 
     return op

@@ -7,8 +7,8 @@ memory that is available, and the options with a value for each setting that the
 The model has n parameters: n_b in each block and n_r in the rest (embedding, head, norms). The run
 has W GPUs and micro-batches of T tokens, and computes in a dtype of b = 2 bytes:
 
-* parameters, 4·n/W: float32 master weights. Frozen weights take 2·n/W in bfloat16
-  (--lora-base-dtype), and 0.52·n/W in 4 bits (--load-in-4bit).
+* parameters, 4·n/W: float32 master weights. Frozen weights take 2·n/W in 16 bits, and 0.52·n/W in
+  4 bits (--load-in-4bit).
 * optimizer, 8·n/W: two float32 moments. Moments in 8 bits take about 2·n/W.
 * gradients, 4·n/W or 4·n: 4·n if the gradients of several micro-batches are added up and then
   reduced once.

@@ -1,6 +1,7 @@
-"""Train on one GPU without FSDP2: 16-bit weights next to the float32 master weights.
+"""Train on one GPU without FSDP2: 16-bit weights next to the float32 master weights. With --dtype,
+one process on a CPU does the same.
 
-In: a model with loaded float32 parameters. Out: the same model, which computes in bfloat16.
+In: a model with loaded float32 parameters. Out: the same model, which computes in 16 bits.
 `named_parameters` still returns the master weights, so the optimizer, checkpoints and engines need
 no changes. Each module also has a 16-bit copy under the parameter's name, and Python finds this
 copy first: an instance's `__dict__` comes before `nn.Module.__getattr__`.
@@ -27,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nanogrpo.kernels.head import add_product
+from nanogrpo.kernels.linear import product
 from nanogrpo.model.decoder import MLP, Attention
 
 
@@ -57,14 +59,14 @@ class Products(torch.autograd.Function):
     def forward(ctx, joint, x):
         ctx.save_for_backward(x)
         ctx.joint = joint
-        return torch.mm(x, joint.weight.T).split(joint.sizes, dim=1)
+        return product(x, joint.weight).split(joint.sizes, dim=1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *dys):
         dy = adjoined(dys)
         ctx.joint.accumulate(dy, *ctx.saved_tensors)
-        return None, torch.mm(dy, ctx.joint.weight)
+        return None, product(dy, ctx.joint.weight.T)
 
 
 def adjoined(parts: Sequence[Tensor]) -> Tensor:
@@ -100,6 +102,8 @@ def copy_weights(model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
     for module in model.modules():
         if isinstance(module, (Attention, MLP)):
             *inner, last = (m for m in module.children() if isinstance(m, nn.Linear))
+            if "product" in vars(last):
+                continue  # an extra has replaced the products of the layers
             if all(m.bias is None and m.weight.requires_grad for m in inner):
                 vars(module)["project"] = functools.partial(Products.apply, Joint(inner))
             if last.bias is None and last.weight.requires_grad:

@@ -97,6 +97,13 @@ class PrecisionOptions(Core):
         "compute the same bits in the engine and the trainer, for any batch (docs/precision.md);"
         " slower",
     )
+    dtype: str = option(
+        "auto",
+        "dtype of the computation in engine and trainer; auto: bfloat16 on a GPU, else float32;"
+        " trained weights are float32, and float16 has a loss scale (docs/precision.md)",
+        choices=("auto", "bfloat16", "float16"),
+        words={"float32": "auto"},  # in TRL, this is the dtype of the weights
+    )
     head_dtype: str = option(
         "model",
         "dtype of the logits of 16-bit weights, in engine and trainer: float32, which brings their"

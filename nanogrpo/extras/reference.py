@@ -70,7 +70,7 @@ class FrozenModels(Feature):
 
     def loaded(self, model: Decoder) -> None:
         if model is self.policy:
-            offload = fsdp.Sharding(offload=model.sharding.offload)
+            offload = fsdp.Sharding(offload=model.sharding.offload, dtype=model.sharding.dtype)
             for made, folder in zip(self.frozen, self.folders):
                 made.sharding = offload
                 inputs = dataclasses.replace(self.inputs, source=folder, features=())

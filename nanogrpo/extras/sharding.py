@@ -10,6 +10,7 @@ import functools
 import os
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim import AdamW
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -48,7 +49,7 @@ class Sharded(Feature):
 
     def loaded(self, model: Any) -> None:
         if model.sharding.whole:
-            copy_weights(model)
+            copy_weights(model, model.sharding.dtype)
 
     def running(self, run: Run) -> None:
         model: Any = run.model
@@ -57,11 +58,19 @@ class Sharded(Feature):
 
 
 def is_whole(cfg: Any, world: World) -> bool:
-    """Return whether one GPU trains the model without FSDP2 (one_gpu.py). FSDP2 is needed for
-    adapters, for offloading, and if the 16-bit copy of the model does not fit into memory.
+    """Return whether one process trains with 16-bit copies of the weights, without FSDP2
+    (one_gpu.py). On a GPU, FSDP2 is needed for adapters, for offloading, and if the 16-bit copy of
+    the model does not fit into memory. On a CPU, adapters need no copies (lora.py).
     """
-    alone = (world.size, world.device.type) == (1, "cuda")
-    return alone and cfg.reshard_after_forward == "never" and not (cfg.cpu_offload or cfg.lora_r)
+    on_gpu = world.device.type == "cuda"
+    wanted = cfg.reshard_after_forward == "never" if on_gpu else cfg.dtype != "auto"
+    return wanted and world.size == 1 and not (cfg.cpu_offload or cfg.lora_r)
+
+
+def compute_dtype(cfg: Any, device: str) -> torch.dtype:
+    """Return the dtype of the computation on a type of device."""
+    auto = torch.bfloat16 if device == "cuda" else torch.float32
+    return getattr(torch, cfg.dtype, auto)  # torch has no dtype called auto
 
 
 def shard(model: Any, cfg: Any, world: World) -> None:
@@ -74,6 +83,7 @@ def shard(model: Any, cfg: Any, world: World) -> None:
         reduce_each=cfg.reduce_gradients == "micro_batch",
         offload=cfg.cpu_offload,
         whole=is_whole(cfg, world),
+        dtype=compute_dtype(cfg, world.device.type),
         contexts=contexts if cfg.checkpointing == "selective" else noop_context_fn,
     )
 
@@ -86,8 +96,6 @@ def _policy(op: Any) -> CheckpointPolicy:
 
 def be_deterministic() -> None:
     """Use only deterministic operations on a GPU."""
-    import torch
-
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     # In this mode, torch fills new tensors by default, which is slow.
     # The comment on the next line is needed because mypy does not know the property.

@@ -72,6 +72,8 @@ TRANSLATED = table(
         `true` is `--lora-r 16`, unless another rank is given; `false` is `--lora-r 0`
     use_cpu
         `true` is `--device cpu`; otherwise a GPU is used if there is one
+    fp16
+        `true` is `--dtype float16`, which also applies to the engine
     cast_lm_head_to_fp32
         `true` is `--head-dtype float32`, which also applies to the engine, and needs no float32
         copy of the head's weights
@@ -138,9 +140,9 @@ INSTEAD = table(
 # These options are accepted and ignored, because they have no effect in nanogrpo.
 IGNORED = table(
     """
-    bf16 tf32 dtype torch_dtype
-        a GPU computes in bfloat16 and a CPU in float32, weights are trained in float32, and
-        checkpoints have the dtype of the base model
+    bf16 tf32 torch_dtype
+        a GPU computes in bfloat16 and a CPU in float32, unless `--dtype` is given, weights are
+        trained in float32, and checkpoints have the dtype of the base model
     shuffle_dataset
         prompts are always shuffled, by `--seed` and epoch
     bnb_4bit_quant_storage use_bnb_nested_quant
@@ -199,8 +201,8 @@ UNSUPPORTED = table(
     """
     bnb_4bit_quant_type load_in_8bit
         the only quantization is NF4, with `--load-in-4bit`
-    fp16 fp16_full_eval bf16_full_eval
-        a GPU computes in bfloat16 and a CPU in float32
+    fp16_full_eval bf16_full_eval
+        evaluations compute in the dtype of training, `--dtype`
     label_smoothing_factor
         completions have advantages instead of labels
     neftune_noise_alpha lora_dropout
@@ -305,10 +307,8 @@ SYNONYMS = table(
         use `--lora-r` 16, or another rank above 0
     load_in_4_bit load_4bit use_4bit bnb_4bit_use_double_quant quantization_config
         use `--load-in-4bit`
-    bnb_4bit_compute_dtype
-        leave it out, because `--load-in-4bit` computes in bfloat16 on a GPU and in float32 on a CPU
-    mixed_precision precision amp use_bf16 use_fp16 bfloat16 float16
-        leave it out, because a GPU computes in bfloat16 and a CPU in float32
+    bnb_4bit_compute_dtype mixed_precision precision amp use_bf16 use_fp16 bfloat16 float16
+        use `--dtype`; by default, a GPU computes in bfloat16 and a CPU in float32
     use_gradient_checkpointing enable_gradient_checkpointing gradient_checkpoint grad_checkpoint
         use `--gradient-checkpointing`
     use_liger_loss use_liger
@@ -367,6 +367,8 @@ REMOVED = table(
         a checkpoint always has the merged weights, next to its folder adapter
     ema_decay
         examples/recipes/ema.py has it
+    lora_base_dtype
+        use --dtype, in which frozen weights are stored, too
     vllm_python
         set the environment variable NANOGRPO_VLLM_PYTHON
     log_tokens_mib
@@ -482,6 +484,7 @@ def _values(given: Options, out: Options, notes: Notes) -> None:
         },
         "use_peft": {"true": {"lora_r": out.get("lora_r") or 16}, "false": {"lora_r": 0}},
         "use_cpu": {"true": {"device": "cpu"}, "false": {}},
+        "fp16": {"true": {"dtype": "float16"}, "false": {}},
         "cast_lm_head_to_fp32": {"true": {"head_dtype": "float32"}, "false": {}},
         "resume_from_checkpoint": {"true": {"resume": True}, "false": {"resume": False}},
         "sync_ref_model": {

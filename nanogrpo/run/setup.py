@@ -126,7 +126,6 @@ def load(
             f"tokenizer.json has ids up to {tokenizer.vocab_size - 1} but config.json a vocab_size "
             f"of {model.cfg.vocab_size}: take the tokenizer that belongs to the weights."
         )
-    choose_kernels(cfg, world, model.cfg.head_dim)
     rewards = Scorer(cfg, world.device, features, given.reward_funcs)
     context = model.cfg.max_position_embeddings
     prompts, eval_prompts = read(
@@ -166,9 +165,10 @@ def setup(inputs: Inputs) -> Run:
             "multiple."
         )
     origin = output.origin(inputs)
+    load_weights(model, inputs)
+    choose_kernels(cfg, world, model.cfg.head_dim, model.sharding.dtype)
     sizes = weights.sizes(model)
     logger.info(progress.summary(cfg, len(inputs.prompts), len(inputs.eval_prompts), *sizes))
-    load_weights(model, inputs)
     ref_model = make_reference(inputs)
     optimizer = optim.make_optimizer(model, cfg, features)
     world.once(lambda: output.clear(cfg))  # only after all checks
@@ -209,7 +209,7 @@ def empty_model(source: Path, features: Sequence[Feature]) -> Decoder:
     return first(feature.decoder(source) for feature in features) or checkpoint.empty_model(source)
 
 
-def choose_kernels(cfg: Config, world: World, head_size: int) -> None:
+def choose_kernels(cfg: Config, world: World, head_size: int, dtype: torch.dtype) -> None:
     """Choose the kernels of this process, and log the device, dtype and kernels."""
     device = world.device.type
     if cfg.kernels == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -218,7 +218,6 @@ def choose_kernels(cfg: Config, world: World, head_size: int) -> None:
             " kernels (TRITON_INTERPRET=1): use --kernels auto."
         )
     dispatch.choice = cfg.kernels
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     is_plain = dispatch.functions_for(world.device) is dispatch.reference
     functions = "PyTorch functions" if is_plain else "Triton kernels"
     attention = gpu_attention.backend(device, dtype, head_size).__name__  # flash, varlen, sdpa
@@ -280,6 +279,7 @@ def of_engine(run: Run) -> dict[str, Any]:
         "slots": run.cfg.slots,
         "cache_tokens": run.cfg.cache_tokens,
         "device": run.world.device,
+        "dtype": run.model.sharding.dtype,
     }
 
 

@@ -76,13 +76,14 @@ class VLLMEngine:
         sleeps: bool = False,
         masks: bool = False,  # whether the servers return sampling masks: see protocol.body
         head_dtype: str = "model",  # of the logits: see `check_server`
+        dtype: str = "auto",  # of the computation: see `check_server`
         world: World = ALONE,
     ):
         self.world = world.patient()
         self.cfg, self.max_len, self.sidecar, self.patience = model.cfg, max_len, sidecar, PATIENCE
         self.window, self.timeout = window, timeout
         self.transport, self.sleeps = transport, sleeps
-        self.masks, self.head_dtype = masks, head_dtype
+        self.masks, self.dtypes = masks, (head_dtype, dtype)
         self.interval = HEARTBEAT
         self.version = -1  # version of the weights
         self.restarts = 0  # how often all servers were lost before one answered again
@@ -270,7 +271,7 @@ class VLLMEngine:
         the transport of the weights.
         """
         info, ours = server.get(INFO), device_facts(self.world.device)
-        protocol.check_server(server.url, info, self.cfg, self.max_len, self.head_dtype)
+        protocol.check_server(server.url, info, self.cfg, self.max_len, *self.dtypes)
         return info | {"transport": protocol.transport(self.transport, server.url, info, ours)}
 
     # --- losing and recovering servers, on rank 0 ---

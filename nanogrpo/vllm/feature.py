@@ -59,6 +59,7 @@ class VLLM(Feature):
             sleeps=cfg.vllm_enable_sleep_mode,
             masks=needs_masks(cfg),
             head_dtype=cfg.head_dtype,
+            dtype=cfg.dtype,
             world=run.world,
         )
         return self.client
@@ -96,9 +97,9 @@ def own_server(run: Run, max_len: int) -> Sidecar:
     cfg: Any = run.cfg
     world, own, given = run.world, cfg.vllm_gpus, shlex.split(cfg.vllm_options)
     options = ["--max-model-len", str(max_len)]
-    if world.device.type == "cpu":
-        # bfloat16 is slow on a CPU, and the server must match the trainer's float32
-        options += ["--dtype", "float32"]
+    if cfg.dtype != "auto" or world.device.type == "cpu":
+        # by default, a trainer on a CPU computes in float32, and vLLM in bfloat16
+        options += ["--dtype", cfg.dtype.replace("auto", "float32")]
     if cfg.head_dtype == "float32":
         options += FLOAT32_LOGITS
     if gpus.shares(cfg, world):

@@ -39,12 +39,17 @@ class GroupRequest:
 
 
 def check_server(
-    server: str, info: dict, cfg: ModelConfig, max_len: int, head_dtype: str = "model"
+    server: str,
+    info: dict,
+    cfg: ModelConfig,
+    max_len: int,
+    head_dtype: str = "model",
+    dtype: str = "auto",
 ) -> None:
     """Raise UserError if a server cannot sample for this trainer.
 
     `info` is the server's description, from auth.describe. `head_dtype` is float32 or model, as in
-    vLLM.
+    vLLM. `dtype` is bfloat16, float16, or auto for any.
     """
     server = f"--server {server}"
     advice = "start serve.py with the checkpoint of --model"
@@ -60,6 +65,11 @@ def check_server(
         raise UserError(
             f"{server} has --head-dtype {found}, but the trainer has {head_dtype}: use the same on "
             f"both sides; for float32, start serve.py with {shlex.join(FLOAT32_LOGITS)}."
+        )
+    if dtype not in ("auto", info["dtype"]):
+        raise UserError(
+            f"{server} computes in {info['dtype']}, but the trainer in {dtype}: start serve.py "
+            f"with --dtype {dtype}, or give the trainer the dtype of the server."
         )
     if info["max_model_len"] < max_len:
         raise UserError(

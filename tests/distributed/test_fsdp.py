@@ -20,6 +20,7 @@ from nanogrpo import Config
 from nanogrpo.distributed import fsdp
 from nanogrpo.distributed.world import join
 from nanogrpo.extras.lora import nf4
+from nanogrpo.extras.loss_scale import LossScale
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.model import checkpoint
 from nanogrpo.run import optim, state
@@ -108,6 +109,24 @@ def test_gradient_and_parameters_do_not_depend_on_the_ranks(bases, alone, size):
         expected = alone(tied, options)
         assert differ(expected[0], gradient) < LIMIT, (tied, options)
         assert differ(expected[1], weights) < LIMIT, (tied, options)
+
+
+def in_float16(base: Path, start: float) -> tuple:
+    """Return the gradient, the parameters, and the scale at the end."""
+    scale = LossScale()
+    scale.state[0] = start
+    options = {**OFF_POLICY, "dtype": "float16", "token_budget": 60}
+    with join(Config(device="cpu")) as world:
+        return *train_steps(base, options, world, scale), scale.state.tolist()
+
+
+@pytest.mark.parametrize("start", [2.0**10, 2.0**24])
+def test_float16_and_its_loss_scale_do_not_depend_on_the_ranks(bases, alone, start):
+    """A scale that fits, and one that is far too large: the same updates are skipped."""
+    (gradient, *one), (_, *two) = (run(size, in_float16, bases[True], start)[0] for size in (1, 2))
+    assert one[1] == two[1]
+    assert differ(one[0], two[0]) < 1e-4
+    assert one[1][0] < start or differ(alone(True, OFF_POLICY)[0], gradient) < 1e-2
 
 
 def sharded_facts(base: Path) -> dict:

@@ -18,8 +18,9 @@ from nanogrpo import Config
 from nanogrpo import step as experience
 from nanogrpo.distributed import fsdp
 from nanogrpo.distributed.world import World
+from nanogrpo.extras.loss_scale import LossScale
 from nanogrpo.extras.optim import Optim
-from nanogrpo.extras.sharding import shard
+from nanogrpo.extras.sharding import Sharded, shard
 from nanogrpo.feature import Feature
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.grpo import packing, schedule
@@ -74,9 +75,10 @@ def generation(step: int) -> list[Sample]:
 
 
 def train_steps(
-    base: Path, options: dict, world: World = ALONE
+    base: Path, options: dict, world: World = ALONE, scale: LossScale | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the full gradient of the first update, and the parameters after the last step.
+    scale: the loss scale of a run in float16.
 
     Off policy, the old log-probs are perturbed: otherwise the first update would only see ratios of
     1, and later gradients have passed through Adam. The reference is the policy scaled.
@@ -94,12 +96,19 @@ def train_steps(
             **options,
         }
     )
-    model, *others = (load_sharded(base, world, cfg) for _ in range(2 if cfg.beta else 1))
+    model, *others = (
+        load_sharded(base, world, cfg, features=[Sharded(cfg)]) for _ in range(2 if cfg.beta else 1)
+    )
     with torch.no_grad():
         for p in itertools.chain(*(reference.parameters() for reference in others)):
             p.mul_(1.2)
     optimizer = optim.make_optimizer(model, cfg, [Optim(cfg)])  # its epsilon
-    gradient = {}
+    gradient, factor = {}, 1.0
+    if scale:
+        restored = scale.running(
+            types.SimpleNamespace(model=model, optimizer=optimizer, world=world)
+        )
+        factor = world.size / scale.state[0].item()
     for step in range(3 if cfg.mask_truncated_completions else 2):
         samples = generation(step)
         plan = schedule.schedule(
@@ -128,10 +137,11 @@ def train_steps(
                 loss = model.forward_strip(batch, grpo.objective(batch, cfg)).loss
                 fsdp.backward(model, loss, world, last=batch is batches[-1])
             for name, p in model.named_parameters() if not gradient else ():
-                gradient[name] = (
-                    p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-                ).clone()
+                full = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+                gradient[name] = full * factor
             optim.clip_and_step(model, optimizer, cfg.learning_rate, 1.0)
+    if scale:
+        restored.close()
     return gradient, weights.host_weights(model)
 
 

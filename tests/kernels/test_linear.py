@@ -36,9 +36,10 @@ def draw(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [T, 2 * T])
-def test_results_and_gradients_are_as_exact_as_the_blas(bias, rows):
+def test_results_and_gradients_are_as_exact_as_the_blas(bias, rows, dtype):
     """Against float64; with rows 2·T every other row of a larger matrix is taken, which is not
     contiguous.
     """
@@ -51,10 +52,10 @@ def test_results_and_gradients_are_as_exact_as_the_blas(bias, rows):
 
     exact = both(F.linear, torch.float64)
     with Seen() as seen:
-        mine = both(kernel.linear, torch.float32)
+        mine = both(kernel.linear, dtype)
     assert seen.onednn == 3
-    for got, blas, true in zip(mine, both(F.linear, torch.float32), exact, strict=True):
-        assert got.dtype == torch.float32
+    for got, blas, true in zip(mine, both(F.linear, dtype), exact, strict=True):
+        assert got.dtype == dtype
         error, usual = ((x.double() - true).norm() / true.norm() for x in (got, blas))
         assert error < 2 * usual + 1e-7
 
@@ -87,7 +88,7 @@ def test_everything_else_uses_f_linear():
     assert kernel.by_onednn(x, torch.nn.Parameter(w))
     for other in (
         (x.double(), w.double()),
-        (x.bfloat16(), w.bfloat16()),
+        (x.bfloat16(), w),
         (x[:8], w),
         (x[None], w),
         (x.to("meta"), w.to("meta")),

@@ -127,7 +127,7 @@ def test_the_embedded_engine_receives_the_merged_weights():
 
 # --- a base in bfloat16 ---
 
-HALF = dataclasses.replace(LORA, lora_base_dtype="bfloat16")
+HALF = dataclasses.replace(LORA, dtype="bfloat16")
 
 
 def test_a_bfloat16_base_computes_what_a_float32_base_computes_in_bfloat16():
@@ -163,13 +163,9 @@ def test_adapters_are_merged_into_a_bfloat16_base_without_rounding():
 def test_the_base_has_the_dtype_of_the_device_unless_the_user_chooses():
     def base(choice: str, device: str) -> torch.dtype:
         model = tiny_model()
-        lora.attach(model, dataclasses.replace(LORA, lora_base_dtype=choice), device)
+        lora.attach(model, dataclasses.replace(LORA, dtype=choice), device)
         return model.model.embed_tokens.weight.dtype
 
-    half, full = torch.bfloat16, torch.float32
-    for choice, cpu, cuda in (
-        ("auto", full, half),
-        ("float32", full, full),
-        ("bfloat16", half, half),
-    ):
-        assert (base(choice, "cpu"), base(choice, "cuda")) == (cpu, cuda)
+    assert (base("auto", "cpu"), base("auto", "cuda")) == (torch.float32, torch.bfloat16)
+    for choice in ("bfloat16", "float16"):
+        assert base(choice, "cpu") == base(choice, "cuda") == getattr(torch, choice)

@@ -181,7 +181,7 @@ def test_the_capacity_of_a_gpu_is_what_others_leave_free(monkeypatch):
     "cfg",
     [
         Config(),
-        Config(lora_r=16, lora_base_dtype="bfloat16"),
+        Config(lora_r=16, dtype="bfloat16"),
         Config(lora_r=16, load_in_4bit=True),
     ],
 )

@@ -14,7 +14,8 @@ import torch
 from nanogrpo import Config
 from nanogrpo.distributed.world import World
 from nanogrpo.errors import UserError
-from nanogrpo.extras.sharding import be_deterministic
+from nanogrpo.extras import flash4
+from nanogrpo.extras.sharding import be_deterministic, compute_dtype
 from nanogrpo.kernels import reference
 from nanogrpo.model import dispatch, gpu_attention
 from nanogrpo.run import setup as parts
@@ -39,7 +40,8 @@ def unchanged(monkeypatch):
 def logged(caplog, world: World, **options) -> str:
     caplog.clear()
     with caplog.at_level(logging.INFO, "nanogrpo"):
-        parts.choose_kernels(Config(**options), world, 128)
+        cfg = Config(**options)
+        parts.choose_kernels(cfg, world, 128, compute_dtype(cfg, world.device.type))
     (record,) = caplog.records
     return record.getMessage()
 
@@ -49,22 +51,23 @@ def test_one_line_says_what_computes(caplog):
     on_gpu, on_cpu = "computing on cuda in bfloat16: ", "computing on cpu in float32: "
     assert logged(caplog, GPU) == f"{on_gpu}Triton kernels, {ON_GPU}"
     assert logged(caplog, GPU, kernels="torch") == f"{on_gpu}PyTorch functions, {ON_GPU}"
+    assert logged(caplog, GPU, dtype="float16").startswith("computing on cuda in float16: Triton")
     assert logged(caplog, SOLO) == f"{on_cpu}PyTorch functions, {ON_CPU}"
     be_deterministic()  # --full-determinism
-    assert gpu_attention.deterministic()
+    assert flash4.deterministic()
 
 
 def test_the_choice_holds_for_the_process():
-    parts.choose_kernels(Config(kernels="torch"), GPU, 128)
+    parts.choose_kernels(Config(kernels="torch"), GPU, 128, torch.bfloat16)
     assert dispatch.functions_for(GPU.device) is reference
-    parts.choose_kernels(Config(), GPU, 128)
+    parts.choose_kernels(Config(), GPU, 128, torch.bfloat16)
     assert dispatch.functions_for(GPU.device) is not reference
 
 
 def test_triton_without_a_gpu_is_one_sentence(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(UserError, match=r"^--kernels triton needs a GPU.*: use --kernels auto\.$"):
-        parts.choose_kernels(Config(kernels="triton"), SOLO, 128)
+        parts.choose_kernels(Config(kernels="triton"), SOLO, 128, torch.float32)
 
 
 def test_a_run_logs_the_line_before_its_first_step(rows_of, caplog):

@@ -218,6 +218,11 @@ def test_a_malformed_address_is_refused(url):
         ({"vocab_size": 77}, {}, "serves another model: its vocab_size is 77, but --model has"),
         ({"model_type": "gemma"}, {}, "model_type 'gemma' is not supported; it must be"),
         ({"head_dtype": "float32"}, {}, "has --head-dtype float32, but the trainer has model"),
+        (
+            {},
+            {"dtype": "float16"},
+            "computes in float32, but the trainer in float16: start",
+        ),
         ({}, {"head_dtype": "float32"}, "the trainer has float32: .* start serve.py with --hf-o"),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},

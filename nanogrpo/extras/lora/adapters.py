@@ -24,6 +24,7 @@ from nanogrpo.errors import UserError, read_json, reading
 from nanogrpo.extras.lora import lora
 from nanogrpo.extras.lora.nf4 import FOUR_BITS
 from nanogrpo.extras.options import Config
+from nanogrpo.extras.sharding import compute_dtype
 from nanogrpo.model.checkpoint import copy_tensors, fill, tensors
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.weights import gathered
@@ -154,7 +155,8 @@ def write(weights: dict[str, Tensor], folder: Path, cfg: Config, device: str = "
     folder.mkdir()
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     if cfg.load_in_4bit:
-        how = FOUR_BITS | {"bnb_4bit_compute_dtype": lora.base_dtype(cfg, device)}
+        dtype = f"{compute_dtype(cfg, device)}"[6:]  # without "torch."
+        how = FOUR_BITS | {"bnb_4bit_compute_dtype": dtype}
         if any(".language_model." in name for name in weights):  # the model has a vision encoder
             how["llm_int8_skip_modules"] = ["model.visual", "lm_head"]
         (folder / QUANTIZATION).write_text(json.dumps(how, indent=2) + "\n")

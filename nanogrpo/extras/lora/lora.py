@@ -11,9 +11,9 @@ W itself
   is kept.
 
 B starts at zero, so the initial policy equals the base model. The adapters are trained in float32.
-The frozen weights are stored in the dtype of the computation. On a GPU, this dtype is bfloat16,
-which halves the memory of the frozen weights without changing the results. With --load-in-4bit, the
-matrices of the blocks are stored in four bits (nf4.py).
+The frozen weights are stored in the dtype of the computation, such as bfloat16 on a GPU, which
+halves their memory without changing the results. With --load-in-4bit, the matrices of the blocks
+are stored in four bits (nf4.py).
 
 Read next: adapters.py (PEFT's files), feature.py (how a run uses this).
 """
@@ -30,6 +30,7 @@ from nanogrpo.errors import UserError
 from nanogrpo.extras.lora import nf4
 from nanogrpo.extras.lora.options import LORA_TARGETS, VISION_LORA_TARGETS
 from nanogrpo.extras.options import Config
+from nanogrpo.extras.sharding import compute_dtype
 from nanogrpo.kernels.linear import linear
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.weights import Stored, gathered
@@ -93,12 +94,6 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def base_dtype(cfg: Config, device: str) -> str:
-    """Return the dtype in which frozen weights are stored, or dequantized, on a type of device."""
-    auto = "bfloat16" if device == "cuda" else "float32"
-    return auto if cfg.lora_base_dtype == "auto" else cfg.lora_base_dtype
-
-
 def attach(model: Decoder, cfg: Config, device: str = "cpu") -> None:
     """Freeze the model and add adapters to the chosen layers, unless --lora-r is 0. Call this
     function before the weights are loaded and sharded. With --load-in-4bit, all linear layers of
@@ -109,8 +104,8 @@ def attach(model: Decoder, cfg: Config, device: str = "cpu") -> None:
     model.requires_grad_(False)
     if cfg.load_in_4bit:
         nf4.shard_bytes()
-    if base_dtype(cfg, device) == "bfloat16":
-        model.to(torch.bfloat16)
+    if (dtype := compute_dtype(cfg, device)) != torch.float32:
+        model.to(dtype)
     body: Any = model.model
     names = {name.removeprefix("attn.") for name in targets(cfg)}
     decoder = [parent for block in body.layers for parent in (block.self_attn, block.mlp)]

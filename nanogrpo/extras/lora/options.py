@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanogrpo.config import Config, free_option, option
+from nanogrpo.config import Config, option
 
 # the linear layers of a block
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -29,12 +29,6 @@ class LoRAOptions(Config):
         " of a vision encoder (attn.qkv attn.proj linear_fc1 linear_fc2)",
         choices=(*LORA_TARGETS, *VISION_LORA_TARGETS),
         needs="lora_r",
-    )
-    lora_base_dtype: str = free_option(
-        "auto",
-        "how the frozen weights are stored; auto: in the dtype they compute in, which is bfloat16"
-        " on a GPU",
-        choices=("auto", "float32", "bfloat16"),
     )
     load_in_4bit: bool = option(
         False,
