@@ -77,7 +77,7 @@ def use_exact_products(model: nn.Module, ours: Any) -> None:
 def swapped(
     device: torch.device, ours: SimpleNamespace, *more: tuple[ModuleType, str, Any]
 ) -> ExitStack:
-    """Replace kernels/reference/ or kernels/triton/ by `ours` until the result is closed. `more`
+    """Replace kernels/reference/ or kernels/triton/ by `ours`. Closing the result ends this. `more`
     lists further replacements: a module, a name in it, and the value.
     """
     stack = ExitStack()

@@ -148,12 +148,12 @@ def activation_bytes(
     joint: bool = False,
 ) -> tuple[int, int]:
     """Return (kept, recomputed), both in bytes per token: what each layer keeps for the backward
-    pass, and what one layer recomputes in the backward pass. The count follows Block.forward and
-    includes the tensors that autograd keeps: 4·D (input and output of two norms), q and k before
-    and after norm and rotation, v, attention's result and its copy for o_proj, gate, up,
-    silu(gate), and silu(gate) · up. `fused` kernels keep neither the copy for o_proj nor
-    silu(gate). If q, k and v are `joint`, v is a slice of their product, so the whole product is
-    kept.
+    pass, and what one layer recomputes in the backward pass. The count follows Block.forward, and
+    includes all tensors that autograd keeps. Two norms keep 4·D, their inputs and outputs.
+    Attention keeps q and k before and after norm and rotation, v, its result, and a copy of the
+    result for o_proj. The MLP keeps gate, up, silu(gate), and silu(gate) · up. `fused` kernels keep
+    neither the copy for o_proj nor silu(gate). If q, k and v are `joint`, v is a slice of their
+    product, so the whole product is kept.
     """
     D, F = c.hidden_size, c.intermediate_size
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim

@@ -169,7 +169,8 @@ class Matrix:
         self.layer, self.shape = layer, shape_of(layer)
 
     def fill(self, source: Any) -> None:
-        """Store a matrix [out, in] in the layer. If it is not quantized yet, quantize it first.
+        """Store a matrix [out, in] in the layer. A matrix that is not quantized yet is quantized
+        first.
 
         The layer may be sharded. The whole matrix is needed, because `nested` depends on all of it.
         """
