@@ -118,6 +118,9 @@ ROWS = {
         base={"tie_word_embeddings": True},
     ),
     "float16": Row("--dtype float16 --num-iterations 2 --entropy-coef 300", ranks=False),
+    "four bits in float16": Row(
+        "--lora-r 4 --load-in-4bit --dtype float16 --head-dtype float32", ranks=False
+    ),
     "adapters on a base in bfloat16": Row("--lora-r 4 --dtype bfloat16", ranks=False),
     "float32 logits of a base in bfloat16": Row(
         "--lora-r 4 --dtype bfloat16 --head-dtype float32 --beta 0.05",

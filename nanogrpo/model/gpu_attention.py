@@ -72,6 +72,8 @@ def backend(device_type: str, dtype: torch.dtype, size: int = 128, window: int =
     if window:
         name = "torch"
     fast = device_type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        fast = False  # FlashAttention needs Ampere or later
     if name == "triton":
         fast = (fast or os.environ.get("TRITON_INTERPRET") == "1") and size in (16, 32, 64, 128)
     found = BACKENDS[name] if fast and size % 8 == 0 and size <= 256 else sdpa

@@ -150,6 +150,9 @@ def test_a_backend_is_chosen_on_request(monkeypatch):
     assert chosen("cpu", torch.float32) is sdpa
     assert chosen("cuda", torch.float32) is sdpa
     assert chosen("cuda", torch.bfloat16, 12) is sdpa
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert chosen("cuda", torch.float16) is sdpa  # on a T4
     monkeypatch.setenv("NANOGRPO_ATTENTION", "flash")
     with pytest.raises(UserError, match=r"^NANOGRPO_ATTENTION is 'flash': use one of torch, "):
         chosen("cuda", torch.bfloat16)
