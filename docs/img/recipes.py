@@ -10,6 +10,7 @@ five seeds. Some start from the model of the debug profile, and some from one th
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -151,5 +152,12 @@ def draw(name: str) -> None:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or RECIPES:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    names = parser.parse_args().names
+    if unknown := sorted({*names} - RECIPES.keys()):
+        parser.error(f"there is no curve for {unknown[0]}: choose from {', '.join(RECIPES)}")
+    for name in names or RECIPES:
         draw(name)
