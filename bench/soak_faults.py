@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import train
-from nanogrpo.model import checkpoint
+from nanogrpo.logs.files import checkpoints
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.vllm.auth import SECRET
@@ -165,7 +165,7 @@ class Run:
         return [timeless(row) for row in found if "step" in row and "eval/after" not in row]
 
     def weights(self) -> str:
-        last = checkpoint.checkpoints(self.output)[-1]
+        last = checkpoints(self.output)[-1]
         return hashlib.sha256((last / "model.safetensors").read_bytes()).hexdigest()
 
     # --- processes ---
@@ -364,7 +364,7 @@ def flip_a_bit(run: Run, rng: random.Random):
     """Kill the run and damage its newest checkpoint. The repair removes this checkpoint."""
     kill_all(run, rng)
     run.end()
-    if not (found := checkpoint.checkpoints(run.output)):
+    if not (found := checkpoints(run.output)):
         return nothing
     path = rng.choice([p for p in sorted(found[-1].rglob("*")) if p.is_file() and p.stat().st_size])
     data = bytearray(path.read_bytes())

@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 import train
 from nanogrpo.extras.arithmetic import warmup
 from nanogrpo.extras.window import FULL, SLIDING, Windows
+from nanogrpo.logs.files import checkpoints
 from nanogrpo.model import checkpoint
 from nanogrpo.types import Prompt, Sample
 from tests import ranks
@@ -327,7 +328,7 @@ def on_ranks(size: int, name: str, output: Path, *more: str) -> Path:
 
 def saved(output: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of the last checkpoint: the model, and adapters if there are any."""
-    folder = checkpoint.checkpoints(str(output))[-1]
+    folder = checkpoints(str(output))[-1]
     return {
         f"{path.relative_to(folder)} {name}": tensor
         for path in sorted(folder.rglob("*.safetensors"))

@@ -169,6 +169,7 @@ CHAT = [{"question": row["prompt"], "result": row["answer"]} for row in SUMS]
             lambda completions, completions_ids, **_: [],
             "; did you mean completion_ids? The data have the columns result",
         ),
+        (lambda completions, result: [], "(at its call); add **kwargs to its parameters"),
         (
             lambda completions, **_: [re.search("a", text) for text in completions],
             "; completions are messages here, because the prompts are messages: the text of a",

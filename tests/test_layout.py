@@ -213,8 +213,9 @@ def test_a_default_run_loads_no_extra(tmp_path):
 
 
 def test_programs_that_only_read_a_log_start_without_torch():
-    program = "import nanogrpo.extras.view.server, nanogrpo.extras.plot, sys"
-    run("-c", f"{program}; sys.exit('torch' in sys.modules)", cwd=ROOT, path=[ROOT])
+    names = ", ".join(MODULES[name] for name in ("view", "plot", "runs"))
+    program = f"import {names}, sys; sys.exit('torch' in sys.modules)"
+    run("-c", program, cwd=ROOT, path=[ROOT])
 
 
 @pytest.mark.parametrize("options", [[], ["train", "--help-all"]])

@@ -438,7 +438,9 @@ def test_a_name_of_another_library_names_the_option_in_every_spelling(tmp_path):
         for option in (f"--{name}", f"--{dashed(name)}", f"--{name}=1"):
             plain = option.removesuffix("=1")
             assert message(parse, [option, "1"]) == f"{plain} is not an option: {advice}."
-    assert message(parse, ["actor_rollout_ref.rollout.n=8"]).endswith("use --num-generations.")
+    for first in ([], ["--seed", "1"]):
+        words = [*first, "actor_rollout_ref.rollout.n=8"]
+        assert message(parse, words).endswith("use --num-generations.")
 
 
 def test_all_mistakes_are_reported_together(tmp_path):

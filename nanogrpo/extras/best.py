@@ -15,8 +15,7 @@ from nanogrpo.config import Config
 from nanogrpo.errors import UserError
 from nanogrpo.extras.summary import plain, summarize
 from nanogrpo.feature import Feature
-from nanogrpo.logs.files import read_records
-from nanogrpo.model.checkpoint import checkpoints
+from nanogrpo.logs.files import checkpoints, read_records
 
 if TYPE_CHECKING:
     from nanogrpo.run.setup import Inputs, Run

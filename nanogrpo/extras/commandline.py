@@ -144,7 +144,7 @@ def _typed(name: str, words: list[str], options: type[Config]) -> Any:
     if kind.startswith("tuple") or (len(words) > 1 and name in trl_names.NAMES):
         return values
     for word in words[1:]:
-        raise UserError(trl_names.unknown(word))
+        raise UserError(trl_names.unknown(word.partition("=")[0]))
     return (values or [True])[0]
 
 

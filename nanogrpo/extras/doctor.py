@@ -11,8 +11,9 @@ import platform
 import re
 from importlib import metadata
 
-import torch
 from packaging.requirements import Requirement
+
+from nanogrpo.errors import UserError
 
 # The optional dependencies in pyproject.toml, and the features that need them.
 USES = """
@@ -30,10 +31,19 @@ vllm         --engine vllm, unless $NANOGRPO_VLLM_PYTHON has it
 
 
 def main(argv: list[str]) -> None:
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    try:
+        import torch
+
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    except (ImportError, OSError) as e:  # OSError: a library of CUDA cannot be loaded
+        gpu = f"and torch cannot be imported: {e}"
     print(f"Python {platform.python_version()}, {gpu}")
+    try:
+        needs = metadata.requires("nanogrpo") or ()
+    except metadata.PackageNotFoundError as e:
+        raise UserError("nanogrpo is not installed: run pip install -e . in its folder.") from e
     uses = {"": "every run", **dict(re.findall(r"(\w+) +(.+)", USES))}
-    for need in map(Requirement, metadata.requires("nanogrpo") or ()):
+    for need in map(Requirement, needs):
         extra = "".join(re.findall('extra == "(.*)"', f"{need.marker}"))
         if extra not in uses:
             continue

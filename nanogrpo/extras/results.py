@@ -19,8 +19,7 @@ from nanogrpo.distributed.failure import asked
 from nanogrpo.extras import plot
 from nanogrpo.extras.summary import summarize
 from nanogrpo.feature import Feature
-from nanogrpo.logs.files import read_records
-from nanogrpo.model.checkpoint import checkpoints
+from nanogrpo.logs.files import checkpoints, read_records
 
 
 class Best(NamedTuple):

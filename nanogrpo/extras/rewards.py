@@ -62,6 +62,8 @@ def advice_on(error: str, prompt: Prompt) -> str:
         near = difflib.get_close_matches(missing[1], [*RESERVED, *prompt.columns], n=1)
         meant = f"did you mean {near[0]}? The" if near else "the"
         return f"{meant} data have the columns {', '.join(prompt.columns)}"
+    if re.search(r"unexpected keyword .*\(at its call\)", error):
+        return "add **kwargs to its parameters"
     if not isinstance(prompt.text, str) and re.search(
         r"raised (Type|Attribute)Error: .*list", error
     ):

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 from nanogrpo.errors import UserError
 from nanogrpo.feature import Feature
-from nanogrpo.logs.files import read_records
+from nanogrpo.logs.files import checkpoints, read_records
 from nanogrpo.logs.progress import duration, number, print_line
-from nanogrpo.model import checkpoint
 
 
 class Summary(NamedTuple):
@@ -93,5 +92,5 @@ def main(argv: list[str]) -> None:
     print(f"{'checkpoint':32}  {'from':32}  summary")
     for log in logs:
         run = summarize(read_records(log))
-        best = max(checkpoint.checkpoints(log.parent), key=run.rank, default=log.parent)
+        best = max(checkpoints(log.parent), key=run.rank, default=log.parent)
         print(f"{best!s:32}  {run.options.get('model', '-'):32}  {run}")

@@ -66,7 +66,7 @@ class Log:
     def __init__(self, cfg: Config, world: World, start: int, features: Sequence[Feature] = ()):
         self.cfg, self.main, self.path = cfg, world.main, Path(cfg.output_dir) / "metrics.jsonl"
         self.features, self.tokens = features, 0
-        self.progress = Progress(cfg, world, start)
+        self.progress = Progress(cfg, world.device.type, start)
         if self.main:
             kept = self._truncate(start) if self.path.exists() else []
             logged = {record.get("step") for record in kept if "eval/after" not in record}

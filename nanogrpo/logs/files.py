@@ -1,4 +1,4 @@
-"""Read the records of a log, rename an earlier log, and write files atomically.
+"""Read the records of a log, list checkpoints, rename an earlier log, and write files atomically.
 
 In: a path in the output folder. Out: the records, or the written file; on failure, a UserError that
 names the file. Read next: logs/console.py and extras/plot.py, which use this file.
@@ -33,6 +33,13 @@ def read_records(path: Path) -> Iterator[dict]:
         if not good:
             raise UserError(f"{path}:{number} is not a record of a run: fix or remove this line.")
         yield record
+
+
+def checkpoints(output_dir: str | Path) -> list[Path]:
+    """Return the finished checkpoints of a run, oldest first."""
+    found = Path(output_dir).glob("checkpoint-*")
+    numbered = [p for p in found if p.name.removeprefix("checkpoint-").isdecimal()]
+    return sorted(numbered, key=lambda p: int(p.name[11:]))
 
 
 def set_aside(path: Path) -> Path:

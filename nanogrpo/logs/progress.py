@@ -16,7 +16,6 @@ import time
 from collections.abc import Mapping, Sequence
 
 from nanogrpo.config import Config
-from nanogrpo.distributed.world import World
 
 EVERY = 20  # rows between two headers
 FLAT = 5  # a warning follows this many steps without a learning signal
@@ -62,10 +61,10 @@ def print_end(cfg: Config, done: int, kept: set[str]) -> None:
 class Progress:
     """Print one row per step, and repeat the header every few rows."""
 
-    def __init__(self, cfg: Config, world: World, start: int):
+    def __init__(self, cfg: Config, device: str, start: int):
         self.cfg, self.start, self.began = cfg, start, time.perf_counter()
         # Larger differences of log-probs have other reasons than rounding (docs/metrics.md).
-        self.largest_gap = 1e-5 if world.device.type == "cpu" else 0.02
+        self.largest_gap = 1e-5 if device == "cpu" else 0.02
         self.rows = 0  # rows since the last header
         self.flat = 0  # steps in a row without a learning signal
 

@@ -243,10 +243,3 @@ def write_model(
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     if tokenizer:
         tokenizer.save(folder)
-
-
-def checkpoints(output_dir: str | Path) -> list[Path]:
-    """Return the finished checkpoints of a run, oldest first."""
-    found = Path(output_dir).glob("checkpoint-*")
-    numbered = [p for p in found if p.name.removeprefix("checkpoint-").isdecimal()]
-    return sorted(numbered, key=lambda p: int(p.name[11:]))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
 from nanogrpo.errors import UserError
+from nanogrpo.logs.files import checkpoints
 from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import FILES
 from nanogrpo.types import Prompt
@@ -84,7 +85,7 @@ def _holds_a_run(folder: Path) -> bool:
     log = folder / "metrics.jsonl"
     lines = log.read_bytes().splitlines() if log.exists() else []
     headers = all(line.startswith(b'{"run"') for line in lines)
-    return not headers or bool(checkpoint.checkpoints(folder))
+    return not headers or bool(checkpoints(folder))
 
 
 def clear(cfg: Config) -> None:
@@ -95,7 +96,7 @@ def clear(cfg: Config) -> None:
         return
     folder = Path(cfg.output_dir).resolve()
     found = [path for pattern in OURS.split() for path in folder.glob(pattern)]
-    for path in checkpoint.checkpoints(folder):
+    for path in checkpoints(folder):
         if not (path / "state.json").exists():
             raise UserError(f"{path} was not written by nanogrpo: choose another --output-dir.")
         found.append(path)

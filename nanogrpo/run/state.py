@@ -43,6 +43,7 @@ from nanogrpo.config import Config
 from nanogrpo.distributed import fsdp
 from nanogrpo.errors import UserError, read_json, reading, unwritten
 from nanogrpo.feature import Feature
+from nanogrpo.logs.files import checkpoints
 from nanogrpo.model import checkpoint, weights
 from nanogrpo.run import output
 from nanogrpo.run.output import digest
@@ -180,7 +181,7 @@ class Saver:
                 log_file = self.final.with_name("metrics.jsonl")
                 if log_file.exists():
                     checkpoint.flush(log_file)
-            ours = [p for p in checkpoint.checkpoints(self.cfg.output_dir) if (p / STATE).exists()]
+            ours = [p for p in checkpoints(self.cfg.output_dir) if (p / STATE).exists()]
             # with a limit of 0, the slice [:-0] is empty, so nothing is removed
             for old in ours[: -self.cfg.save_total_limit]:
                 if old.name not in self.keep:
@@ -246,7 +247,7 @@ def latest(cfg: Config, origin: dict[str, str]) -> tuple[Path, dict[str, str]] |
     """Remove an unfinished checkpoint, then return the last one and the hashes of its files. The
     options, the prompts and the model's files must be the same as when the run was started."""
     output.remove_unfinished(cfg)
-    found = checkpoint.checkpoints(cfg.output_dir)
+    found = checkpoints(cfg.output_dir)
     if not found:
         return None
     folder = found[-1]

@@ -19,6 +19,7 @@ from nanogrpo.distributed import failure
 from nanogrpo.distributed.failure import SIGNALS, stoppable
 from nanogrpo.distributed.world import join
 from nanogrpo.errors import UserError
+from nanogrpo.logs.files import checkpoints
 from nanogrpo.model import checkpoint
 from nanogrpo.rewards.scorer import Scorer
 from nanogrpo.run import state
@@ -99,7 +100,7 @@ def test_a_signal_before_the_first_step_ends_the_run_after_it(tied_base, tmp_pat
     until(flag.exists)
     os.kill(ranks.processes[1].pid, signal.SIGTERM)
     assert ranks.ends(PATIENCE) == [0, 0], ranks.errors()
-    assert [p.name for p in checkpoint.checkpoints(output)] == ["checkpoint-1"]
+    assert [p.name for p in checkpoints(output)] == ["checkpoint-1"]
     assert [step for step in steps(output) if step >= 0] == [0]
 
 

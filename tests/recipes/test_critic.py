@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from examples.recipes import critic
+from nanogrpo.logs.files import checkpoints
 from nanogrpo.model import checkpoint, weights
 from tests import configurations
 from tests.conftest import SOLO, random_batch
@@ -70,7 +71,7 @@ def test_advantages_values_and_loss_are_those_of_the_papers():
 
 
 def test_the_critic_is_resumed_but_not_exported():
-    folder = checkpoint.checkpoints(str(configurations.uninterrupted("critic")))[-1]
+    folder = checkpoints(str(configurations.uninterrupted("critic")))[-1]
     names = {name for name, _ in weights.parameters(checkpoint.load_model(folder))}
     assert not [name for name in names if "critic" in name]
     saved = torch.distributed.checkpoint.FileSystemReader(folder / "state").read_metadata()

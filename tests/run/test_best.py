@@ -11,7 +11,7 @@ import pytest
 
 from nanogrpo import Config
 from nanogrpo.extras.best import Best
-from nanogrpo.model import checkpoint
+from nanogrpo.logs.files import checkpoints
 from tests.conftest import SOLO, lines, write_rows
 
 BEST = {"load_best_model_at_end": True, "eval_steps": 1, "save_steps": 1}
@@ -67,5 +67,5 @@ def test_the_best_checkpoint_of_a_run_is_named_at_the_end(rows_of, tmp_path, cap
     scores = {row["eval/after"]: row["eval/reward"] for row in found if row.get("eval/after")}
     best = max(scores, key=lambda step: scores[step])
     assert capsys.readouterr().err.count(f"the model is in {tmp_path}/checkpoint-{best};") == 2
-    left = {path.name for path in checkpoint.checkpoints(str(tmp_path))}
+    left = {path.name for path in checkpoints(str(tmp_path))}
     assert left == {f"checkpoint-{best}", "checkpoint-3"}

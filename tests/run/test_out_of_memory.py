@@ -15,7 +15,7 @@ import train
 from nanogrpo import Config
 from nanogrpo.errors import UserError
 from nanogrpo.extras import memory
-from nanogrpo.model.checkpoint import checkpoints
+from nanogrpo.logs.files import checkpoints
 from tests.conftest import arguments, steps
 
 FULL = (

@@ -6,7 +6,7 @@ Profiles themselves are tested in tests/test_cli.py. Read next: test_train.py.
 import shutil
 
 import train
-from nanogrpo.model.checkpoint import checkpoints
+from nanogrpo.logs.files import checkpoints
 from tests.conftest import arguments, lines, steps
 
 SHORT = "--profile debug --max-steps 2 --eval-steps 1 --eval-samples 4"

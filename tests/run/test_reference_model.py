@@ -19,6 +19,7 @@ from examples.recipes import distill
 from nanogrpo import Config
 from nanogrpo.extras import memory
 from nanogrpo.extras.reference import FrozenModels, update
+from nanogrpo.logs.files import checkpoints
 from nanogrpo.model import checkpoint
 from tests.conftest import (
     SOLO,
@@ -54,7 +55,7 @@ def reference_of(output: Path, base: Path) -> dict[str, torch.Tensor]:
     """Return the full reference in the last checkpoint."""
     model = checkpoint.load_model(base)
     out = {f"reference.{n}": torch.zeros_like(p) for n, p in model.named_parameters()}
-    dcp.load(out, checkpoint_id=checkpoint.checkpoints(str(output))[-1] / "state", no_dist=True)
+    dcp.load(out, checkpoint_id=checkpoints(str(output))[-1] / "state", no_dist=True)
     return {n.removeprefix("reference."): t for n, t in out.items()}
 
 

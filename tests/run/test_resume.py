@@ -26,6 +26,7 @@ import train
 from nanogrpo import Config
 from nanogrpo.errors import UserError, read_json
 from nanogrpo.grpo import loss as grpo
+from nanogrpo.logs.files import checkpoints
 from nanogrpo.model import checkpoint
 from nanogrpo.run import optim, state
 from tests import configurations
@@ -168,7 +169,7 @@ def test_training_continues_while_the_state_is_written(tmp_path, tiny_base, monk
         run.saver.save(1)
         assert run.saver.failure() is None
         run.advance(2)
-        assert not checkpoint.checkpoints(run.cfg.output_dir)
+        assert not checkpoints(run.cfg.output_dir)
         go.set()
     assert_same(start(tmp_path, tiny_base, resume=True).state(), expected)
     exported = dict(checkpoint.load_model(run.saver.final).named_parameters())

@@ -22,6 +22,7 @@ from nanogrpo.distributed import fsdp
 from nanogrpo.engine.local import LocalEngine
 from nanogrpo.engine.runner import Runner
 from nanogrpo.logs import console as log
+from nanogrpo.logs.files import checkpoints
 from nanogrpo.model import checkpoint
 from nanogrpo.run import optim, state
 from tests.conftest import lines, timeless
@@ -46,7 +47,7 @@ def rows(output: Path) -> list[dict]:
 
 def final(output: Path) -> tuple[dict, dict]:
     """Return the exported weights and the full state of the last checkpoint."""
-    folder = checkpoint.checkpoints(str(output))[-1]
+    folder = checkpoints(str(output))[-1]
     model = checkpoint.load_model(folder)
     optimizer = optim.make_optimizer(model, Config())
     mine = state.tensors(model, optimizer)

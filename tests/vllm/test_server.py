@@ -21,7 +21,7 @@ import train
 from nanogrpo.distributed.failure import asked
 from nanogrpo.distributed.world import World
 from nanogrpo.errors import UserError
-from nanogrpo.model import checkpoint
+from nanogrpo.logs.files import checkpoints
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.vllm import server
 from nanogrpo.vllm.auth import DISCONNECT, INFO
@@ -430,5 +430,5 @@ def test_a_signal_ends_the_wait_for_a_server_and_the_run_saves(
     assert time.monotonic() - signalled[0] < 60
     # 0: the step in hand was finished
     assert "continue with --resume" in capsys.readouterr().err if status == 2 else ahead == "1"
-    (saved,) = checkpoint.checkpoints(tmp_path)
+    (saved,) = checkpoints(tmp_path)
     assert saved.name == f"checkpoint-{len(steps(tmp_path))}"

@@ -9,6 +9,7 @@ import torch
 
 import train
 from nanogrpo.extras.options import WEIGHTED
+from nanogrpo.logs.files import checkpoints
 from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import Tokenizer
 from tests.conftest import arguments, one_sentence, steps, tiny_config
@@ -112,7 +113,7 @@ def test_a_lost_server_leaves_a_checkpoint_to_resume(
     fake.disturb = disturb
     assert train.main(argv()) == 2
     assert "continue with --resume" in capsys.readouterr().err
-    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == [f"checkpoint-{done}"][:done]
+    assert [p.name for p in checkpoints(tmp_path)] == [f"checkpoint-{done}"][:done]
     fake.disturb = lambda *call: None
     assert train.main(argv(*["--resume"][:done])) == 0
     assert [row["step"] for row in steps(tmp_path)] == [0, 1, 2]
