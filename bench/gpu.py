@@ -57,7 +57,15 @@ STAGES: dict[str, list[list[str]]] = {  # tables.py names these stages, too
     "lora": [["-m", "bench.kernel_speed", "--operations", "lora", "--out", "OUT"]],
     "attention": [["-m", "bench.attention_speed", "--out", "OUT"]],
     "step": [["-m", "bench.step_time", "--shape", "0.6B", "--out", "OUT"]],
-    "decode": [["-m", "bench.rollout_speed", "--shape", "0.6B", "--out", "OUT"]],
+    "decode": [
+        ["-m", "bench.rollout_speed", "--shape", "0.6B", "--cases", "uneven", "--out", "OUT"]
+    ],
+    "nano-vllm": [
+        [
+            *("-m", "bench.rollout_speed", "--shape", "0.6B", "--cases", "nano-vllm"),
+            *("--repeats", "3", "--out", "OUT"),
+        ],
+    ],
     "train": [
         ["examples/word_problems.py", "runs/problems"],
         [

@@ -2,13 +2,16 @@
 weights?
 
 In: nothing. This file creates a random Qwen3 of about three million parameters. Out:
-results/rollout_speed.json with two cases:
+results/rollout_speed.json with three cases:
 
 * even: one batch of completions of equal length, which measures only the decode steps.
 * uneven: several batches of completions, with lengths similar to those of reasoning models. The
   mean length is a third of the maximum, and both engines process at most `--batch` completions at a
   time. The local engine replaces finished completions. `generate` continues each batch until its
   longest row ends, and pads the other rows. Only the requested ("useful") tokens are counted.
+* nano-vllm: a smaller form of the workload of nano-vllm's bench.py (`nano_vllm`). The prompts, too,
+  have different lengths, and all sequences are requested at once. Transformers' `generate_batch`
+  (continuous batching) takes the place of `generate`.
 
 `generate` runs with its fastest settings: the default cache, inference mode, no logits processor
 (temperature 1 needs none), and prompts of equal length, which need no padding. `generate` is
@@ -22,9 +25,10 @@ in `train.py --engine vllm`, but with one request per completion. The server has
 threads as the other engines, computes in float32, and processes at most --batch completions at a
 time.
 
-With --shape 0.6B, this command instead compares the local engine with vLLM on a GPU
-(results/rollout_large.json). Both engines compute in bfloat16, use CUDA graphs, and process 256
-completions at a time. Read next: nanogrpo/engine/local.py.
+With --shape 0.6B, this command instead compares the engines on a GPU (results/rollout_large.json),
+in the cases uneven and nano-vllm. All engines compute in bfloat16, and process 256 completions at a
+time. The case nano-vllm is then the original workload: 256 sequences with up to 1,024 tokens in and
+1,024 tokens out. Read next: nanogrpo/engine/local.py.
 """
 
 from __future__ import annotations
@@ -34,10 +38,13 @@ import contextlib
 import dataclasses
 import functools
 import os
+import random
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -52,6 +59,9 @@ from nanogrpo.model.decoder import Decoder
 from nanogrpo.types import Prompt
 from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import Sidecar
+
+CASES = ("even", "uneven", "nano-vllm")
+TEMPERATURE = 0.6  # of the case nano-vllm
 
 
 def uneven_lengths(n: int, longest: int, seed: int = 0) -> list[int]:
@@ -69,10 +79,32 @@ def uneven_lengths(n: int, longest: int, seed: int = 0) -> list[int]:
     return lengths.long().tolist()
 
 
-def make_engine(model: Decoder, slots: int, packed: bool) -> LocalEngine:
+def nano_vllm(sequences: int, longest_prompt: int, longest: int, vocab: int) -> list[Prompt]:
+    """Return the requests of nano-vllm's bench.py, or of a smaller form of it.
+
+    The shortest prompt and the shortest completion have about a tenth of the largest length. For
+    256, 1024, 1024 and a vocabulary above 10,000, the requests are nano-vllm's own, with 142,827
+    tokens in and 133,966 tokens out (github.com/GeeeekExplorer/nano-vllm).
+    """
+    rng, last = random.Random(0), min(10_000, vocab - 1)
+
+    def length(longest: int) -> int:
+        return rng.randint(max(1, 100 * longest // 1024), longest)
+
+    tokens = [
+        [rng.randint(0, last) for _ in range(length(longest_prompt))] for _ in range(sequences)
+    ]
+    return [Prompt(i, "", ids, max_tokens=length(longest)) for i, ids in enumerate(tokens)]
+
+
+def make_engine(
+    model: Decoder, slots: int, packed: bool, cache_tokens: int | None = None
+) -> LocalEngine:
     """Return the local engine with the model's weights, packed for oneDNN if `packed` is true."""
     device, context = model.lm_head.weight.device, model.cfg.max_position_embeddings
-    engine = LocalEngine(model.cfg, max_len=context, slots=slots, device=device)
+    engine = LocalEngine(
+        model.cfg, max_len=context, slots=slots, device=device, cache_tokens=cache_tokens
+    )
     # Without oneDNN, the engine does not pack its weights.
     library = linear._onednn if packed else None
     with patch.object(linear, "_onednn", library):
@@ -85,17 +117,18 @@ def peer(model: Decoder, attention: str):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(**{**model.cfg.to_dict(), "attn_implementation": attention})
-    theirs = Qwen3ForCausalLM(config).eval()
+    weight = model.lm_head.weight
+    theirs = Qwen3ForCausalLM(config).eval().to(weight.device, weight.dtype)
     theirs.load_state_dict(model.state_dict(), strict=True)
     theirs.generation_config.eos_token_id = None  # no token ends a completion
     theirs.generation_config.pad_token_id = 0
     return theirs
 
 
-def generate(theirs, prompts: list[Prompt], lengths: list[int], batch: int) -> list[int]:
-    """Generate lengths[i] tokens for prompt i, processing `batch` prompts at a time.
+def generate(theirs, batch: int, prompts: list[Prompt]) -> list[int]:
+    """Generate the tokens that each prompt asks for, processing `batch` prompts at a time.
 
-    Returns the number of useful tokens in each completion.
+    All prompts have the same length. Returns the number of useful tokens in each completion.
     """
     from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -107,9 +140,9 @@ def generate(theirs, prompts: list[Prompt], lengths: list[int], batch: int) -> l
             return input_ids.shape[1] >= self.ends  # [batch] bool: finished
 
     done = []
-    for i in range(0, len(lengths), batch):
+    for i in range(0, len(prompts), batch):
         ids = torch.tensor([p.token_ids for p in prompts[i : i + batch]])  # [batch, prompt]
-        wanted = torch.tensor(lengths[i : i + batch])  # [batch]
+        wanted = torch.tensor([p.max_tokens for p in prompts[i : i + batch]])  # [batch]
         with torch.inference_mode():
             out = theirs.generate(
                 ids,
@@ -123,6 +156,41 @@ def generate(theirs, prompts: list[Prompt], lengths: list[int], batch: int) -> l
             )
         done += wanted.clamp(max=out.shape[1] - ids.shape[1]).tolist()
     return done
+
+
+@contextlib.contextmanager
+def batching(theirs, batch: int, tokens: int) -> Iterator[Callable[[list[Prompt]], list[int]]]:
+    """Start the loop of `generate_batch` once, and yield a function that sends prompts to it and
+    returns the number of tokens in each completion. (`generate_batch` itself has one length limit
+    for all prompts, and starts the loop in each call.)
+
+    tokens: the size of the cache.
+    """
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    config = GenerationConfig(
+        do_sample=True, temperature=TEMPERATURE, top_k=0, top_p=1.0, eos_token_id=-1, pad_token_id=0
+    )
+    blocks = tokens // 256 + batch  # a block has 256 tokens; each sequence fills its last in part
+    sizes = ContinuousBatchingConfig(num_blocks=blocks, max_requests_per_batch=batch)
+    manager: Any
+    with theirs.continuous_batching_context_manager(
+        generation_config=config, continuous_batching_config=sizes
+    ) as manager:
+
+        def run(prompts: list[Prompt]) -> list[int]:
+            names = [manager.add_request(p.token_ids, max_new_tokens=p.max_tokens) for p in prompts]
+            done = {}
+            while len(done) < len(names):
+                result = manager.get_result(timeout=1)
+                if result and result.is_finished():
+                    done[result.request_id] = len(result.generated_tokens)
+                elif not (result or manager.is_running()):
+                    raise RuntimeError("the loop of transformers' generate_batch has ended")
+            return [done[name] for name in names]
+
+        yield run
 
 
 @contextlib.contextmanager
@@ -150,35 +218,33 @@ def vllm_server(model: Decoder, args: argparse.Namespace) -> Iterator[VLLMEngine
             yield engine
 
 
+def sampled(engine: LocalEngine | VLLMEngine, temperature: float, prompts: list[Prompt]) -> list:
+    """Sample a completion of each prompt, and return the lengths."""
+    params = SamplingParams(temperature=temperature, max_tokens=1)  # each prompt has its own limit
+    return [len(s.token_ids) for s in engine.sample(prompts, 1, params, step=0)]
+
+
 def measure(
     case: str,
-    lengths: list[int],
-    engines: dict,
-    peers: dict,
+    kind: str,
+    engines: dict[str, LocalEngine | VLLMEngine],
+    peers: dict[str, Callable[[list[Prompt]], list[int]]],
     model: Decoder,
     args: argparse.Namespace,
     argv: Sequence[str],
 ) -> list[dict]:
-    """Return the records of a case. All engines complete the same prompts with the same lengths."""
-    params = SamplingParams(max_tokens=max(args.length, args.longest))
-    prompts = [
-        Prompt(i, "", torch.randint(args.vocab, (args.prompt_length,)).tolist())
-        for i in range(len(lengths) // args.group)
-    ]
-    # Each completion has its own prompt, because length limits are set per prompt.
-    repeated = [
-        dataclasses.replace(prompts[i // args.group], max_tokens=m) for i, m in enumerate(lengths)
-    ]
+    """Return the records of a case. All engines complete the same prompts with the same lengths.
 
-    def ours(name: str) -> None:
-        samples = engines[name].sample(repeated, 1, params, step=0)
-        assert [len(s.token_ids) for s in samples] == lengths
+    kind: "even", "uneven" or "nano-vllm". peers: functions that complete prompts with transformers.
+    """
+    prompts, temperature = requests(kind, args), TEMPERATURE if kind == "nano-vllm" else 1.0
+    lengths: list[Any] = [p.max_tokens for p in prompts]
+    runs = {n: functools.partial(sampled, e, temperature) for n, e in engines.items()} | peers
 
-    def theirs(name: str) -> None:
-        assert generate(peers[name], repeated, lengths, args.batch) == lengths
+    def once(name: str) -> None:
+        assert runs[name](prompts) == lengths
 
-    sides = {name: functools.partial(ours, name) for name in engines}
-    sides |= {name: functools.partial(theirs, name) for name in peers}
+    sides = {name: functools.partial(once, name) for name in runs}
     timings = common.interleave(sides, args.repeats, title=case)
     best = min((timings[name].median for name in peers), default=None)
     tokens = sum(lengths)
@@ -190,7 +256,7 @@ def measure(
         "parameters": sum(p.numel() for p in model.parameters()),
         "model": dataclasses.asdict(model.cfg),
     }
-    return [
+    records = [
         common.record(
             "rollout_speed",
             case,
@@ -203,25 +269,64 @@ def measure(
         )
         for name, timing in timings.items()
     ]
+    if not (args.vllm_python or args.alone):
+        why_not = "left out: no Python with vLLM (--vllm-python)"
+        records.append(common.record("rollout_speed", case, "vLLM", argv, why_not=why_not))
+    return records
 
 
-def on_gpu(args: argparse.Namespace, argv: Sequence[str]) -> list[dict]:
-    """Compare the local engine with vLLM on a GPU, with a random model of real size."""
-    args.batch, args.longest = 256, 512
+def requests(kind: str, args: argparse.Namespace) -> list[Prompt]:
+    """Return the prompts of a case, each with the length of its completion."""
+    if kind == "nano-vllm":
+        return nano_vllm(args.batch, args.prompt_length, args.longest, args.vocab)
+    lengths = [args.length] * args.batch
+    if kind == "uneven":
+        lengths = uneven_lengths(args.batch * args.batches, args.longest)
+    tokens = [
+        torch.randint(args.vocab, (args.prompt_length,)).tolist()
+        for _ in range(len(lengths) // args.group)
+    ]
+    return [
+        Prompt(i // args.group, "", tokens[i // args.group], max_tokens=m)
+        for i, m in enumerate(lengths)
+    ]
+
+
+def generators(kind: str, model: Decoder, args: argparse.Namespace, stack: ExitStack) -> dict:
+    """Return functions that complete the prompts of a case with transformers."""
+    if kind == "nano-vllm":
+        loop = batching(peer(model, "sdpa"), args.batch, cached(args))
+        return {"transformers generate_batch": stack.enter_context(loop)}
+    return {
+        f"transformers {name}": functools.partial(generate, peer(model, name), args.batch)
+        for name in ("eager", "sdpa")
+    }
+
+
+def cached(args: argparse.Namespace) -> int:
+    """Return a size for the cache in the case nano-vllm: two thirds of its tokens. This is more
+    than are in use at any time, because sequences end at different times.
+    """
+    return sum(len(p.token_ids) + (p.max_tokens or 0) for p in requests("nano-vllm", args)) * 2 // 3
+
+
+def on_gpu(kind: str, args: argparse.Namespace, argv: Sequence[str]) -> list[dict]:
+    """Measure a case on a GPU, with a random model of real size."""
+    args.batch, args.prompt_length, args.longest = 256, 32, 512
+    if nano := kind == "nano-vllm":
+        args.prompt_length, args.longest = 1024, 1024
     shape = common.large_qwen3(args.shape, args.prompt_length + args.longest)
-    args.vocab, args.vllm_options = shape.vocab_size, ["--gpu-memory-utilization", "0.4"]
+    args.vocab, args.vllm_options = shape.vocab_size, ["--gpu-memory-utilization", "0.28"]
     with torch.device("cuda"):
         model = Decoder(shape).bfloat16().requires_grad_(False)
-    engines: dict = {"nanogrpo": make_engine(model, args.batch, packed=False)}
-    lengths = uneven_lengths(4 * args.batch, args.longest)
-    case = f"{args.shape}, GPU, bfloat16, uneven, {args.batch} at a time"
-    with contextlib.ExitStack() as stack:
+    size = cached(args) if nano else None
+    engines: dict = {"nanogrpo": make_engine(model, args.batch, packed=False, cache_tokens=size)}
+    case = f"{args.shape}, GPU, bfloat16, {kind}, {args.batch} at a time"
+    with ExitStack() as stack:
         if args.vllm_python:
             engines["vLLM"] = stack.enter_context(vllm_server(model, args))
-        records = measure(case, lengths, engines, {}, model, args, argv)
-    common.write("rollout_large", records, args.out)
-    tables.show("rollout_large", records)
-    return records
+        peers = generators(kind, model, args, stack) if nano else {}
+        return measure(case, kind, engines, peers, model, args, argv)
 
 
 def main(argv: Sequence[str]) -> list[dict]:
@@ -253,8 +358,9 @@ def main(argv: Sequence[str]) -> list[dict]:
     parser.add_argument(
         "--shape",
         choices=list(common.LARGE),
-        help="compare with vLLM on a GPU, with a model of this size, instead of the cases",
+        help="compare on a GPU, with a model of this size; without the case even",
     )
+    common.add_cases(parser, CASES)
     common.add_alone(parser)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
@@ -262,7 +368,11 @@ def main(argv: Sequence[str]) -> list[dict]:
     if args.shape:
         if not torch.cuda.is_available():
             parser.error(f"--shape {args.shape} needs a GPU, and torch finds none.")
-        return on_gpu(args, argv)
+        for kind in [name for name in args.cases if name != "even"]:
+            common.merge("rollout_large", on_gpu(kind, args, argv), args.out)
+        records = common.read("rollout_large", args.out)
+        tables.show("rollout_large", records)
+        return records
 
     context = args.prompt_length + max(args.length, args.longest)
     cfg = common.small_qwen3(args.hidden, args.layers, args.vocab, context)
@@ -270,21 +380,16 @@ def main(argv: Sequence[str]) -> list[dict]:
     engines: dict[str, LocalEngine | VLLMEngine] = {
         "nanogrpo": make_engine(model, args.batch, packed=True)
     }
-    peers = {}
     if not args.alone:
         engines["nanogrpo, unpacked"] = make_engine(model, args.batch, packed=False)
-        peers = {f"transformers {a}": peer(model, a) for a in ("eager", "sdpa")}
-
-    cases = {
-        "even": [args.length] * args.batch,
-        "uneven": uneven_lengths(args.batch * args.batches, args.longest),
-    }
     records = []
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         if args.vllm_python and not args.alone:
             engines["vLLM"] = stack.enter_context(vllm_server(model, args))
-        for case, lengths in cases.items():
-            records += measure(case, lengths, engines, peers, model, args, argv)
+        for kind in args.cases:
+            peers = {} if args.alone else generators(kind, model, args, stack)
+            case = "nano-vllm, small" if kind == "nano-vllm" else kind
+            records += measure(case, kind, engines, peers, model, args, argv)
     path = common.write("rollout_speed", records, args.out)
     tables.show("rollout_speed", records)
     print(f"results: {path}")

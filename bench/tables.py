@@ -87,9 +87,15 @@ def cannot(records: list[dict]) -> list[str]:
     ]
 
 
+NANO_VLLM = ("nanogrpo", "transformers generate_batch", "vLLM")
+
+
 def rollout_speed(records: list[dict]) -> Lines:
     lines: Lines = []
     for r in records:
+        if "why_not" in r:
+            lines.append((r["case"], r["side"], r["why_not"], "", ""))
+            continue
         low, high = (r["tokens"] / s for s in reversed(r["seconds_spread"]))
         over = times(r["speedup_over_best_generate"])
         spread = f"{low:,.0f} – {high:,.0f}"
@@ -179,7 +185,7 @@ def gpu(records: list[dict]) -> Lines:
 
 GPU_STAGES = (
     *("environment", "tests", "trace", "kernels", "lora", "attention"),
-    *("step", "decode", "train"),
+    *("step", "decode", "nano-vllm", "train"),
 )
 GPU_CASES = [
     (f"{size}, GPU, bfloat16, uneven", side) for size in common.LARGE for side in common.SIDES
@@ -386,15 +392,25 @@ BENCHES = {
         " not include padding.",
         ("case", "side", "tokens/s", "slowest – fastest", "over the best generate"),
         rollout_speed,
-        (("even", "nanogrpo"), ("even", "vLLM"), ("uneven", "nanogrpo"), ("uneven", "vLLM")),
+        [
+            *((case, side) for case in ("even", "uneven") for side in ("nanogrpo", "vLLM")),
+            *(("nano-vllm, small", side) for side in NANO_VLLM),
+        ],
     ),
     "rollout_large": Bench(
-        "How fast does the local engine sample on a GPU, compared with vLLM? The goal for"
-        " Qwen3-0.6B on an H100 is 25,000 useful tokens/s, and the formulas of docs/scale.md"
-        " predict 44,000 useful tokens/s.",
+        "How fast does the local engine sample on a GPU, compared with vLLM? In the case uneven,"
+        " the goal for Qwen3-0.6B on an H100 is 25,000 useful tokens/s, and the formulas of"
+        " docs/scale.md predict 44,000 useful tokens/s. The case nano-vllm is the workload of"
+        " nano-vllm's bench.py: 256 sequences with 100 to 1,024 random tokens in and 100 to 1,024"
+        " tokens out, at temperature 0.6. It counts the tokens out. `--cases nano-vllm` runs this"
+        " case alone.",
         ("case", "side", "tokens/s", "slowest – fastest"),
         lambda records: [line[:4] for line in rollout_speed(records)],
-        [("0.6B, GPU, bfloat16, uneven, 256 at a time", side) for side in ("nanogrpo", "vLLM")],
+        [
+            (f"0.6B, GPU, bfloat16, {case}, 256 at a time", side)
+            for case, sides in (("uneven", ("nanogrpo", "vLLM")), ("nano-vllm", NANO_VLLM))
+            for side in sides
+        ],
         command="python -m bench.rollout_speed --shape 0.6B",
     ),
     "sync_speed": Bench(

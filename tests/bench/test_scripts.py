@@ -13,7 +13,17 @@ import sys
 import pytest
 import torch
 
-from bench import common, compare, learning, objectives, real_model, runs, step_sides, tables
+from bench import (
+    common,
+    compare,
+    learning,
+    objectives,
+    real_model,
+    rollout_speed,
+    runs,
+    step_sides,
+    tables,
+)
 from nanogrpo.extras.arithmetic import warmup
 from nanogrpo.extras.commandline import parse
 from nanogrpo.extras.options import CHOICES
@@ -55,7 +65,8 @@ SCRIPTS = {
         "--hidden 64 --layers 1 --vocab 128 --batch 8 --group 4 --prompt-length 5 --length 6"
         " --longest 12 --batches 2 --repeats 1 --threads 1 --vllm-python=",
         {},
-        ["nanogrpo", "nanogrpo, unpacked", "transformers eager", "transformers sdpa"] * 2,
+        ["nanogrpo", "nanogrpo, unpacked", "transformers eager", "transformers sdpa", "vLLM"] * 2
+        + ["nanogrpo", "nanogrpo, unpacked", "transformers generate_batch", "vLLM"],
     ),
     "attention_speed": (
         "--threads 1 --repeats 1 --scale 0.01",
@@ -136,12 +147,19 @@ def test_without_a_gpu_the_scripts_that_need_one_end_with_one_sentence(capsys):
         assert "--shape 0.6B needs a GPU, and torch finds none." in capsys.readouterr().err
 
 
+def test_the_requests_of_nano_vllm_are_its_own():
+    """nano-vllm prints the number of its tokens."""
+    prompts = rollout_speed.nano_vllm(256, 1024, 1024, vocab=151_936)
+    assert sum(p.max_tokens for p in prompts) == 133_966
+
+
 def test_two_checkouts_are_compared_case_by_case(capsys):
     tiny = "--hidden 32 --layers 1 --vocab 64 --batch 4 --group 4 --prompt-length 2 --length 2"
     tiny += " --longest 4 --batches 1 --repeats 1 --threads 1 --bench rollout_speed --pairs 1"
     assert compare.main([str(common.ROOT), *tiny.split()]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert re.search(r"even: \d+\.\d % (fast|slow)er; uneven: \d+\.\d % (fast|slow)er$", last)
+    verdict = r": \d+\.\d % (fast|slow)er"
+    assert re.search(f"even{verdict}; uneven{verdict}; nano-vllm, small{verdict}$", last)
     assert compare.verdict([0.9, 1.1, 0.8]) == "no difference"
 
 
