@@ -84,7 +84,7 @@ logger = logging.getLogger("nanogrpo")
 # A vLLM server on the same GPU also needs this number of bytes.
 MARGIN = 2 << 30
 MOST = 0.92  # the largest fraction of a GPU for vLLM, and vLLM's own default
-MOST_SLOTS = 256  # with more slots, a decode step takes almost proportionally longer
+MOST_SLOTS = 512  # with more slots, a decode step takes almost proportionally longer
 # gradient_checkpointing, token_budget, reduce_gradients.
 # The first row below is the fastest, and the last row needs the least memory.
 # With "selective", Python is called for each operation, so small micro-batches make the GPU wait:
@@ -336,11 +336,13 @@ def choose(inputs: Inputs, cfg: Config, available: int) -> Config:
     Sampling takes most of a step, and is faster if the cache holds more completions at a time. The
     cache starts at half of what all slots could need, because few completions reach the maximum
     length. The cache is halved again only if none of SETTINGS fits. Finally, the cache gets the
-    remaining memory, except for twice MARGIN, but not more than all slots could need. All ranks
-    must choose the same settings, so the choice is made for rank 0, which stores most.
+    remaining memory, except for twice MARGIN, but not more than all slots could need. There are
+    more than half of MOST_SLOTS only if the cache then holds half of what they could need. All
+    ranks must choose the same settings, so the choice is made for rank 0, which stores most.
     """
     size = inputs.world.size
-    slots = cfg.max_concurrent or min(-(-cfg.generation_batch_size // size), MOST_SLOTS)
+    most = cfg.max_concurrent or min(-(-cfg.generation_batch_size // size), MOST_SLOTS)
+    slots = cfg.max_concurrent or min(most, MOST_SLOTS // 2)
     longest = inputs.longest_prompt + cfg.max_completion_length
     # With one GPU, there is nothing to reduce, and gathering only copies the weights.
     alone = size == 1 and not cfg.cpu_offload
@@ -363,8 +365,9 @@ def choose(inputs: Inputs, cfg: Config, available: int) -> Config:
         rest = available - MARGIN - on_device(table(inputs, best))
         if rest >= 0:
             cache += max(rest - MARGIN, 0) // token_bytes(inputs.model.cfg)
-            most = min(slots * longest, cache)
-            return dataclasses.replace(best, cache_tokens=cfg.cache_tokens or most)
+            slots = most if 2 * (cfg.cache_tokens or cache) >= most * longest else slots
+            cache = cfg.cache_tokens or min(slots * longest, cache)
+            return dataclasses.replace(best, max_concurrent=slots, cache_tokens=cache)
     return best
 
 

@@ -46,7 +46,7 @@ def decode(rows: int, kernels: str, params: SamplingParams) -> tuple[list[str], 
     return [name for count in both for name in count.names], moved + live
 
 
-@pytest.mark.parametrize("rows", [64, 256])
+@pytest.mark.parametrize("rows", [64, 256, 512])
 def test_a_step_takes_few_launches_and_reads_little_but_weights_and_live_tokens(rows):
     names, moved = decode(rows, "triton", PARAMS)
     assert len(names) == 235 + 28 * (rows <= 64), names
