@@ -273,7 +273,9 @@ def cases(device: str, small: bool) -> dict[str, list[Callable[[], Case]]]:
             lambda: rows_case(count, vocab, device, dtype),
         ],
         "head": [lambda width=w: head_case(count, vocab, width, device, dtype) for w in widths],
-        "nf4": [lambda rows=r: nf4_case(rows, *matrix, device, dtype) for r in (None, 1, 16)],
+        "nf4": [
+            lambda rows=r: nf4_case(rows, *matrix, device, dtype) for r in (None, 1, 16, 64, 128)
+        ],
         "decoder": decoder,
         "lora": [lambda width=w: lora_case(count, width, device, dtype) for w in widths],
     }

@@ -274,7 +274,7 @@ def test_cuda_without_cuda(base, tmp_path, capsys):
 def test_a_separate_process_prints_one_sentence_and_exits_with_2(tmp_path):
     """Print no traceback, warning or log next to the sentence."""
     argv = [sys.executable, "train.py", "--model", str(tmp_path / "none"), "--data", "arithmetic"]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=ROOT)
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"error: --model \S+none: there is no such folder.*\n", done.stderr)
 

@@ -24,7 +24,6 @@ def test_without_a_gpu_make_and_the_benchmark_end_with_one_sentence(tmp_path, ca
         env={"PATH": os.environ["PATH"]},
         capture_output=True,
         text=True,
-        check=False,
     )
     assert done.returncode == 2
     sentence, *rest = done.stderr.splitlines()
@@ -48,7 +47,6 @@ def test_a_bare_machine_collects_the_tests_and_imports_the_benchmarks():
         cwd=common.ROOT,
         capture_output=True,
         text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "::test_head_in_one_chunk" in done.stdout

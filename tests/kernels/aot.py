@@ -176,12 +176,13 @@ def contracts() -> dict[str, Launch]:
         options = table[name].options
         narrow = replace(table[name], options={**options, "KEYS": options["KEYS"] // 2})
         table[f"{name}, narrow"] = narrow
-    weight, x = meta(D, F, frozen=True), meta(16, F, frozen=True)
+    weight = meta(D, F, frozen=True)
     sizes = D * F // 2, D * F // 64, D * F // 64 // 256
     packed, codes, least = (meta(n, dtype=torch.uint8) for n in sizes)
     q = nf4_reference.Quantized(packed, codes, least.float(), least[0].float(), weight.shape)
     add("nf4.dequantize", nf4_kernels.nf4_dequantize, q, weight.dtype)
-    add("nf4.matmul; nf4.sum", nf4_kernels.nf4_matmul, x, q)
+    for rows, name in FOUR_BITS.items():
+        add(f"{name}; nf4.sum, {rows} rows", nf4_kernels.nf4_matmul, meta(rows, F), q)
     return table
 
 
@@ -286,7 +287,8 @@ WIDEST += ("terms", "terms, on policy", "norm.backward", "rope.backward", "swigl
 WIDEST += ("rope.backward, 64 heads", "gather.sum", "paged.attend", "paged.combine")
 WIDEST += ("paged.attend, one part",)
 WIDEST += ("sample.totals", "sample.counts", "sample.pick")
-WIDEST += ("nf4.dequantize", "nf4.matmul")
+FOUR_BITS = {rows: f"nf4.matmul, {rows} rows" for rows in (16, 32, 64, 128)}
+WIDEST += ("nf4.dequantize", *FOUR_BITS.values())
 WIDEST += ("exact.product", "exact.attend", "adamw.update")
 ARCHS = (80, 86, 89, 90, 100, 120)  # A100, RTX 3090, RTX 4090, H100, B200, RTX 5090
 ATTENTION = ("attention.forward", "attention.queries", "attention.keys")

@@ -56,9 +56,10 @@ def test_tiles_of_real_size(first, dtype):
         assert error <= 2 * usual + 2.0**-22 * want.abs().max()
 
 
-def test_the_products_of_attention_use_tensor_cores_and_fit_every_gpu():
-    for name, arch in itertools.product(aot.ATTENTION, aot.ARCHS):
-        facts = reports()[name if arch in (90, 100) else f"{name}, narrow", arch]
+def test_products_use_tensor_cores_and_fit_every_gpu():
+    for name, arch in itertools.product((*aot.ATTENTION, *aot.FOUR_BITS.values()), aot.ARCHS):
+        narrow = name in aot.ATTENTION and arch not in (90, 100)
+        facts = reports()[name + ", narrow" * narrow, arch]
         assert facts["products"] > 0, facts
         assert facts["atomics"] == 0, facts
         assert facts["shared"] <= SHARED[arch], facts

@@ -171,7 +171,7 @@ def test_endless_algebra_is_wrong_and_costs_the_trainer_nothing(caplog):
 def test_a_lower_hard_limit_of_the_system_is_kept():
     code = "from nanogrpo.rewards.symbolic import equal; print(equal([('x+x', '2x')]))"
     command = ["bash", "-c", 'ulimit -v 2000000; exec "$@"', "-", sys.executable, "-c", code]
-    out = subprocess.run(command, capture_output=True, text=True, check=False)
+    out = subprocess.run(command, capture_output=True, text=True)
     assert out.stdout == "{('x+x', '2x'): True}\n", out.stderr
 
 

@@ -45,7 +45,7 @@ FOUR_BITS: dict[str, Any] = {
     "bnb_4bit_quant_type": "nf4",
     "bnb_4bit_use_double_quant": True,
 }
-FEW = 16  # up to this many rows of x, one kernel dequantizes W and multiplies
+FEW = 128  # up to this many rows of x, one kernel dequantizes W and multiplies
 PARTS = ("weight", "absmax", "nested")
 
 

@@ -1,4 +1,4 @@
-"""Kernels for 4-bit NF4 weights: dequantize, and multiply a few rows of x by a weight.
+"""Kernels for 4-bit NF4 weights: dequantize, and multiply up to 128 rows of x by a weight.
 
 In: a `Quantized` with two codes per byte, which nf4_reference.py makes on any device. Out: the
 weight in bf16, fp16 or fp32, or the product of x [rows, in] and the weight. Four-bit weights are
@@ -11,12 +11,15 @@ Equation.   For each block of 64 weights: a = max |w|;  c = argmin_c |w/a - NF4[
 Code.       c is the number of midpoints between neighbors in NF4 that are below w/a.
 Exactness.  The weights equal those of bitsandbytes on a CPU, bit for bit. So ŵ is rounded once,
             from float32. DYNAMIC[d] a' + ā is rounded twice, without a fused multiply-add.
-Product.    y = x Ŵᵀ with ŵ rounded to the dtype of x, as if it had been dequantized first. The
-            tensor cores need x padded to 16 rows. With one program per 64 rows of W, most of the
-            GPU would be idle. So several programs divide the columns, and `sum` adds up their
-            products.
-Bytes. A weight takes 1/2 + 1/64 + 4/2¹⁴ = 0.516 bytes. Dequantizing to bfloat16 moves 2.516 bytes
-per weight, and this product moves 0.516 bytes. A product with a bfloat16 weight moves 2 bytes.
+Product.    y = x Ŵᵀ with ŵ rounded to the dtype of x, as if it had been dequantized first. x is
+            padded to 16, 32, 64 or 128 rows, so each weight is loaded and dequantized once. With
+            one program per 64 rows of W, most of the GPU would be idle. So several programs divide
+            the columns, and `sum` adds up their products. A program loads the next blocks while it
+            dequantizes the current ones. A program with 128 rows needs so many registers that only
+            one other program can run next to it, and compute while it waits for memory.
+Bytes.      A weight takes 1/2 + 1/64 + 4/2¹⁴ = 0.516 bytes. Dequantizing to bfloat16 moves 2.516
+            bytes per weight, and this product moves 0.516 bytes. A product with a bfloat16 weight
+            moves 2 bytes.
             For 4096 · 12,288 weights at 4.3 TB/s, these three operations take 29 µs, 6 µs and 23
             µs.
 Reference.  `nf4_dequantize` and `nf4_matmul` in nf4_reference.py.
@@ -31,9 +34,10 @@ from nanogrpo.extras.lora import nf4_reference
 from nanogrpo.extras.lora.nf4_reference import Quantized
 
 BLOCKS, WARPS = 16, 4  # weights per program; each thread then reads 4 bytes and writes 8 weights
-ROWS = 16  # rows of x in a product: at most 16, padded to 16 for the tensor cores
 OUT, STEP = 64, 2  # rows of W per program, and the blocks of each row that it reads at a time
-PROGRAMS = 512  # desired number of programs per product: four per multiprocessor of a large GPU
+# Desired number of programs per product: four per multiprocessor of a large GPU. Programs with more
+# than 16 rows need more registers, so there are half as many.
+PROGRAMS = 512
 SIZE = 128  # sums per program of `sum`
 
 # Weights and bytes per block (nf4_reference.py). A row of a tile is a block.
@@ -48,6 +52,16 @@ def load_absmax(ABSMAX, NESTED, OFFSET, DYNAMIC, block, here):
     code = tl.load(ABSMAX + block, mask=here, other=0).to(tl.int32)
     nested = tl.load(NESTED + block // NESTED_BLOCK, mask=here, other=0.0)
     return tl.load(DYNAMIC + code) * nested + tl.load(OFFSET)
+
+
+@triton.jit
+def load_tile(PACKED, ABSMAX, NESTED, OFFSET, DYNAMIC, out, column, outs, end, blocks):
+    """Return the codes [OUT, STEP, 32] and absmax [OUT, STEP, 1] of blocks in a tile of W."""
+    here = (out < outs)[:, None] & (column < end)[None, :]
+    block = out.to(tl.int64)[:, None] * blocks + column[None, :]
+    absmax = load_absmax(ABSMAX, NESTED, OFFSET, DYNAMIC, block, here)[:, :, None]
+    at = block[:, :, None] * BYTES + tl.arange(0, BYTES)[None, None, :]
+    return tl.load(PACKED + at, mask=here[:, :, None], other=0), absmax
 
 
 @triton.jit
@@ -87,17 +101,16 @@ def matmul_kernel(
     first = tl.program_id(1) * share
     end = tl.minimum(first + share, blocks)
     y = tl.zeros((OUT, ROWS), tl.float32)
+    column = first + tl.arange(0, STEP)
+    tile = load_tile(PACKED, ABSMAX, NESTED, OFFSET, DYNAMIC, out, column, outs, end, blocks)
     for start in range(first, end, STEP):
-        column = start + tl.arange(0, STEP)  # tiles of W are [OUT, STEP, 32 or 64]
-        here = (out < outs)[:, None] & (column < end)[None, :]
-        block = out.to(tl.int64)[:, None] * blocks + column[None, :]
-        absmax = load_absmax(ABSMAX, NESTED, OFFSET, DYNAMIC, block, here)[:, :, None]
-        at = block[:, :, None] * BYTES + tl.arange(0, BYTES)[None, None, :]
-        byte = tl.load(PACKED + at, mask=here[:, :, None], other=0)
-        w = unpack(byte, absmax, NF4).to(dtype).reshape(OUT, STEP * BLOCK)
+        byte, absmax = tile
+        column += STEP
+        tile = load_tile(PACKED, ABSMAX, NESTED, OFFSET, DYNAMIC, out, column, outs, end, blocks)
         j = start * BLOCK + tl.arange(0, STEP * BLOCK)[:, None]
         mine = (row < rows) & (j < end * BLOCK)
         x = tl.load(X + row * (blocks * BLOCK) + j, mask=mine, other=0.0)
+        w = unpack(byte, absmax, NF4).to(dtype).reshape(OUT, STEP * BLOCK)
         y = tl.dot(w, x, y, input_precision="ieee")
     at = (tl.program_id(1) * rows + row) * outs + out[:, None]
     tl.store(PARTS + at, y, mask=(row < rows) & (out < outs)[:, None])
@@ -124,18 +137,19 @@ def nf4_dequantize(q: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def nf4_matmul(x: Tensor, q: Quantized) -> Tensor:
-    """Return x Wᵀ [rows, out] for at most 16 rows of x [rows, in] and a quantized weight W [out,
+    """Return x Wᵀ [rows, out] for at most 128 rows of x [rows, in] and a quantized weight W [out,
     in], whose rows are whole blocks.
     """
     rows, (outs, width) = len(x), q.shape
     blocks, programs = width // BLOCK.value, triton.cdiv(outs, OUT)
-    share = triton.cdiv(blocks, max(1, PROGRAMS // programs))
+    padded = max(16, triton.next_power_of_2(rows))
+    share = triton.cdiv(blocks, max(1, PROGRAMS // (1 + (rows > 16)) // programs))
     share = triton.cdiv(share, STEP) * STEP
     parts = triton.cdiv(blocks, share)
     sums = x.new_empty(parts, rows, outs, dtype=torch.float32)
     tables = nf4_reference.nf4_tables(x.device)
     args = x.contiguous(), *q[:4], *tables, sums, rows, outs, blocks, share
-    shape = dict(ROWS=ROWS, OUT=OUT, STEP=STEP, num_warps=WARPS, num_stages=1)
+    shape = dict(ROWS=padded, OUT=OUT, STEP=STEP, num_warps=WARPS, num_stages=1)
     matmul_kernel[(programs, parts)](*args, **shape, enable_fp_fusion=False)
     y = x.new_empty(rows, outs)
     sum_kernel[(triton.cdiv(y.numel(), SIZE),)](sums, y, y.numel(), parts, SIZE=SIZE, num_warps=1)
