@@ -100,12 +100,12 @@ def operations(c: ModelConfig) -> cost.Layer:
     tokens, forward, back = 64, Traffic(), Traffic()
     with torch.device("meta"):
         block = Block(c, 0)
-        x = torch.empty(tokens, c.hidden_size, requires_grad=True)
+        x, residual = (torch.empty(tokens, c.hidden_size, requires_grad=True) for _ in range(2))
         angles = torch.empty(tokens, 1, c.head_dim)
     with forward:
-        out = block(x, angles, angles, lambda layer, q, k, v, window: Attention.apply(q, k, v))
+        out = block(x, residual, angles, angles, lambda layer, *qkv: Attention.apply(*qkv[:3]))
     with back:
-        out.backward(torch.empty_like(out))
+        torch.autograd.backward(out, [torch.empty_like(y) for y in out])
     launches = [t.elementwise.launches + t.products.launches for t in (forward, back)]
     moved = [t.elementwise.bytes / tokens for t in (forward, back)]
     return cost.Layer(launches[0], *launches, *moved)
@@ -162,7 +162,7 @@ def decoding(c: ModelConfig, samples: list[Sample]) -> dict[str, float]:
     rows = max(1, round(sum(len(s.token_ids) for s in samples) / longest))  # on average
     # Each layer gets its own matrices, so the cache cannot hold more of them than in the model.
     whole = [*shapes(c) * L, (c.hidden_size, V)]
-    steps = [(linear.packed(rand(o, i), None, len(samples)), i) for i, o in whole]
+    steps = [(linear.repacked(rand(o, i), None, len(samples)), i) for i, o in whole]
 
     def products(count: int) -> float:
         inputs = [(step, rand(count, i)) for step, i in steps]
@@ -201,9 +201,7 @@ def launch(c: ModelConfig, operations: int) -> float:
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "head_dim"), 32)
     tiny = dataclasses.replace(c, **sizes, num_attention_heads=2, num_key_value_heads=1)
     block, x, angles = Block(tiny, 0), rand(1, 32), rand(1, 1, 32)
-    return (
-        seconds(lambda: block(x, angles, angles, lambda layer, q, k, v, window: q), 50) / operations
-    )
+    return seconds(lambda: block(x, x, angles, angles, lambda layer, q, *_: q), 50) / operations
 
 
 def measured(c: ModelConfig, samples: list[Sample]) -> cost.Device:
