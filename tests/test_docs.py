@@ -74,11 +74,4 @@ def test_the_map_of_equations_names_files_and_functions_that_exist():
 
 
 def test_the_sources_of_the_gap_are_as_large_as_the_page_says():
-    table = re.findall(r"^\| (\w.*?) \| .* \| (\S+e\S+) \| .* \|$", PAGES["gap.md"], re.MULTILINE)
-    stated = {name: float(mean) for name, mean in table}
-    found = {name: mean for name, _, mean, _ in check.load(docs.ROOT / "docs/img/gap.py").main(2)}
-    assert [*found] == [*stated]
-    for name, mean in found.items():
-        # the smallest errors are those of a few tokens, which are not among so few completions
-        least = stated[name] / 10 if stated[name] > 1e-5 else 0.0
-        assert least <= mean <= stated[name] * 10, name
+    assert check.load(docs.ROOT / "docs/img/gap.py").differing(2) == []

@@ -69,7 +69,6 @@ ONE = [  # (number, text, replacement, part of the hint)
     (17, "sampling/sampling_logp_difference/mean", "frac_tokens_skipped", "Another metric"),
     (18, "matmul(full, b)", "matmul(tile, b)", "fill up the last tile"),
     (18, "matmul(full, b)", "matmul(full, b).bfloat16().float()", "You round the result"),
-    (18, "matmul(full, b)", "matmul(full[:, :48], b[:, :48])", "add up all K products"),
     (18, "ROWS = 64", "ROWS = 1", "200 calls of `matmul`"),
 ]  # fmt: skip
 
@@ -82,8 +81,6 @@ ALL_PLACES = ("(l * mask).sum() / mask.sum()", "(l * mask).mean()")
 MASK, SQUARES = "is_completion[:, 1:]", "sum(m * m for m in gather(mine))"
 
 CROSS_ENTROPY = "torch.nn.functional.cross_entropy(logits, tokens) * advantage.mean()"
-
-WHOLE = [("a.split(ROWS)", "[a]"), ("ROWS - len(tile)", "0")]
 
 SEVERAL = [  # (number, [(text, replacement), …], part of the hint)
     (3, [("from torch", "import torch\nfrom torch"), ("-(advantage * logp).mean()", CROSS_ENTROPY)],
@@ -105,11 +102,6 @@ SEVERAL = [  # (number, [(text, replacement), …], part of the hint)
         "forget it before the next one"),
     (16, [("float(shard.square().sum())", "float(shard.norm())"), ("sum(gather(mine))", SQUARES)],
         "the shards of one rank are not"),
-    (18, WHOLE, "A row has other bits in a batch of 1 than"),
-    (18, [*WHOLE, ("matmul(full, b)", "matmul(full.double(), b.double()).float()")],
-        "large terms of a row cancel"),
-    (18, [WHOLE[0], ("ROWS - len(tile)", "-len(tile) % ROWS")], "divide the batch into tiles"),
-    (18, [*WHOLE, ("matmul(full, b)", "(a @ b.T / a.max() * a.max())")], "functions of torch"),
 ]  # fmt: skip
 
 
