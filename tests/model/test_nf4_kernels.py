@@ -206,7 +206,7 @@ def test_a_weight_that_is_not_contiguous_is_read_by_rows():
 
 @pytest.mark.parametrize(
     ("rows", "outs", "width"),
-    [(1, 64, 64), (3, 40, 320), (16, 200, 448), (17, 70, 192), (64, 40, 128), (128, 64, 192)],
+    [(1, 64, 64), (3, 40, 320), (16, 200, 448), (17, 70, 192), (128, 64, 192)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if CUDA else torch.float16])
 def test_the_product_is_as_exact_as_with_the_dequantized_weight(
