@@ -70,7 +70,7 @@ ROWS = {
     "four updates per step": Row("--steps-per-generation 2 --num-iterations 2"),
     "KL penalty": Row("--beta 0.05"),
     "truncated sampling": Row(
-        "--top-k 60 --top-p 0.9 --steps-per-generation 2 --num-iterations 2 --beta 0.05"
+        "--top-k 60 --top-p 0.9 --min-p 0.1 --steps-per-generation 2 --num-iterations 2 --beta 0.05"
         " --token-budget 60 --vllm-importance-sampling-mode token_truncate"
     ),
     "dynamic sampling, and MaxRL": Row(

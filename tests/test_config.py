@@ -201,7 +201,7 @@ RANGES = {
     " server_timeout vllm_importance_sampling_clip_max lora_alpha ref_model_mixup_alpha"
     " generation_batch_size steps_per_generation"
     " num_generations_eval",
-    "at least 0": "top_k epsilon epsilon_high beta warmup_steps weight_decay max_grad_norm"
+    "at least 0": "top_k min_p epsilon epsilon_high beta warmup_steps weight_decay max_grad_norm"
     " num_train_epochs eval_steps eval_samples"
     " off_policy_mask_threshold entropy_coef "
     "  reward_timeout save_steps num_completions_to_print"
@@ -212,7 +212,7 @@ RANGES = {
     "at least 2": "num_generations",
 }
 LARGEST = {
-    "<= 1": "top_p top_entropy_quantile ref_model_mixup_alpha",
+    "<= 1": "top_p min_p top_entropy_quantile ref_model_mixup_alpha",
     "< 1": "epsilon adam_beta1 adam_beta2",
     "<= 1e7": "reward_timeout server_timeout ddp_timeout tool_timeout",
     "<= 65536": "max_concurrent",

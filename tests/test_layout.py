@@ -273,7 +273,7 @@ def test_the_help_is_short(capsys):
 
 def test_the_options_are_few():
     assert len(dataclasses.fields(config.Config)) <= 55
-    assert len(dataclasses.fields(options.Config)) <= 109
+    assert len(dataclasses.fields(options.Config)) <= 110
 
 
 @pytest.mark.parametrize("name", ALONE)

@@ -87,10 +87,13 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
         from nanogrpo.extras.options import Config as Full
 
         cfg = cfg if isinstance(cfg, Full) else Full(**vars(cfg))
-    if cfg.top_k or cfg.top_p < 1:
+    min_p = full and cfg.min_p
+    if cfg.top_k or cfg.top_p < 1 or min_p:
         from nanogrpo.extras.truncation import Truncation
 
-        yield Truncation()  # comes before the features that wrap the engine or read the batches
+        yield Truncation(
+            min_p
+        )  # comes before the features that wrap the engine or read the batches
     if full and (cfg.tools or cfg.environment_factory or cfg.rollout):
         from nanogrpo.extras.tools.feature import Tools
 

@@ -33,8 +33,8 @@ def distill_objective(batch, cfg, teachers, divergence):
     """
     if batch.head:
         raise UserError(
-            "--top-k and --top-p cannot be used with a teacher over the full vocabulary: leave "
-            "them out."
+            "--top-k, --top-p and --min-p cannot be used with a teacher over the full vocabulary: "
+            "leave them out."
         )
     values, ops = torch.zeros_like(batch.weight), functions_for(batch.weight.device)  # [M]
 

@@ -262,8 +262,14 @@ class EstimatorsOptions(Core):
 
 @dataclass(frozen=True)
 class ResampleOptions(Core):
-    """Dynamic sampling."""
+    """Min-p, and dynamic sampling."""
 
+    min_p: float = option(
+        0.0,
+        "sample only tokens with at least this share of the highest probability; 0: from all",
+        ">= 0",
+        "<= 1",
+    )
     max_resample_times: int = option(
         0,
         "how often to replace groups in which every advantage is 0 (DAPO's dynamic sampling);"

@@ -4,7 +4,7 @@
         return [[-0.01 * x for x in each] for each in logp]      # a reward for each token
 
     logp     the engine's log-probs
-    entropy  the entropies of the policy in nats, which cost one more forward pass
+    entropy  entropies over the full vocabulary in nats, which cost one more forward pass
     pieces   the texts of the tokens
 
 In: the samples of the engine. Out: the same samples, with lists in `Sample.arguments`. For inserted

@@ -123,8 +123,6 @@ INSTEAD = table(
         use `--reward-funcs model:FOLDER`
     datasets test_split_size
         use `--data` with several sources and `--eval-data`
-    min_p
-        use `--top-p` or `--top-k`
     sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_k_neg vespo_lambda_pos
     vespo_lambda_neg
         use `--loss-kwargs`, a JSON object with these names

@@ -1,4 +1,4 @@
-"""Exact log-probs if --top-k or --top-p truncates the distribution that is sampled.
+"""Exact log-probs if --top-k, --top-p or --min-p truncates the distribution that is sampled.
 
 The engine samples from π_S(y) = exp(z_y) / Σ_{j∈S} exp(z_j), where S is the set of tokens that the
 filters keep. The trainer computes this log-prob, too. For this, the engine returns the log-prob and
@@ -12,6 +12,7 @@ kernels/head.py, vllm/protocol.py.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -69,8 +70,11 @@ def unpacked(kept: np.ndarray) -> np.ndarray:
 
 
 class Truncation(Feature):
+    def __init__(self, min_p: float = 0.0):
+        self.min_p = min_p
+
     def wrap(self, engine: Engine, run: Run) -> Engine | None:
-        return KeepingEngine(engine) if isinstance(engine, LocalEngine) else None
+        return KeepingEngine(engine, self.min_p) if isinstance(engine, LocalEngine) else None
 
     def batches(self, run: Run, batches: Any) -> None:
         for batch in batches:
@@ -78,19 +82,23 @@ class Truncation(Feature):
             logp = [s.logp[t] for s in samples for t in s.model_token_indices]
             if not all(isinstance(x, Logp) for x in logp):
                 raise UserError(
-                    "--top-k and --top-p need log-probs as turns.generate returns them: keep these "
-                    "objects in the --rollout function, or leave the two options out."
+                    "--top-k, --top-p and --min-p need log-probs as turns.generate returns them: "
+                    "keep these objects in the --rollout function, or leave the options out."
                 )
             batch.head = Head([x.kept for x in logp])
 
 
 class KeepingEngine(Wrapper):
-    """An embedded engine that returns the set of each token."""
+    """An embedded engine that returns the set of each token.
+
+    After top_k and top_p, as in transformers, it removes the tokens whose probability is below
+    min_p times that of the most likely token.
+    """
 
     engine: LocalEngine
 
-    def __init__(self, engine: LocalEngine):
-        self.engine, runner = engine, engine.runner
+    def __init__(self, engine: LocalEngine, min_p: float = 0.0):
+        self.engine, runner, self.min_p = engine, engine.runner, min_p
         self.filters, self.step, self.decode = runner.filters, runner.step, runner.decode
         vars(runner).update(filters=self._filters, step=self._step, decode=self._decode)
         # the tokens that the newest step has kept; CUDA graphs write to this tensor
@@ -108,6 +116,10 @@ class KeepingEngine(Wrapper):
 
     def _filters(self, logits: Tensor, params: SamplingParams) -> Tensor:
         logits = self.filters(logits, params)
+        if self.min_p:  # p / max p = exp((z - max z) / T)
+            log_ratio = math.log(self.min_p) * (params.temperature or 1)
+            least = logits.amax(-1, keepdim=True).float() + log_ratio  # [b, 1]
+            logits = logits.masked_fill(logits < least, -torch.inf)
         self.newest[: len(logits)] = logits > -torch.inf
         return logits
 

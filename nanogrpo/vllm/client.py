@@ -75,6 +75,7 @@ class VLLMEngine:
         # whether the servers sleep while the trainer trains: see `wake`
         sleeps: bool = False,
         masks: bool = False,  # whether the servers return sampling masks: see protocol.body
+        min_p: float = 0.0,  # as in vLLM
         head_dtype: str = "model",  # of the logits: see `check_server`
         dtype: str = "auto",  # of the computation: see `check_server`
         world: World = ALONE,
@@ -83,7 +84,7 @@ class VLLMEngine:
         self.cfg, self.max_len, self.sidecar, self.patience = model.cfg, max_len, sidecar, PATIENCE
         self.window, self.timeout = window, timeout
         self.transport, self.sleeps = transport, sleeps
-        self.masks, self.dtypes = masks, (head_dtype, dtype)
+        self.masks, self.min_p, self.dtypes = masks, min_p, (head_dtype, dtype)
         self.interval = HEARTBEAT
         self.version = -1  # version of the weights
         self.restarts = 0  # how often all servers were lost before one answered again
@@ -164,7 +165,7 @@ class VLLMEngine:
 
         A thread may call this method while the loop trains (extras/ahead.py).
         """
-        how = n, params, step, self.masks
+        how = n, params, step, self.masks, self.min_p
         groups = [GroupRequest(p, n, protocol.body(p, *how)) for p in prompts]
         idle = 0  # consecutive rounds in which a server was alive, but no group was finished
         while waiting := [g for g in groups if g.samples is None]:

@@ -58,6 +58,7 @@ class VLLM(Feature):
             timeout=cfg.server_timeout,
             sleeps=cfg.vllm_enable_sleep_mode,
             masks=needs_masks(cfg),
+            min_p=cfg.min_p,
             head_dtype=cfg.head_dtype,
             dtype=cfg.dtype,
             world=run.world,
@@ -89,7 +90,7 @@ def memory_needed(run: Run) -> int:
 
 
 def needs_masks(cfg: Any) -> bool:
-    return cfg.top_k > 0 or cfg.top_p < 1
+    return cfg.top_k > 0 or cfg.top_p < 1 or cfg.min_p > 0
 
 
 def own_server(run: Run, max_len: int) -> Sidecar:

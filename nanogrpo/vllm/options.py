@@ -6,6 +6,7 @@ import functools
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from nanogrpo.config import Config, dashed, free_option, option
 
@@ -56,11 +57,13 @@ class VLLMOptions(Config):
     def problems(self) -> Iterator[str]:
         if self.engine == "local":
             return
-        if self.eval_steps and self.eval_temperature and self.top_p < 1 and not self.top_k:
+        others: Any = self  # it has the options of all extras
+        limited = self.top_k or others.min_p  # also in evaluations
+        if self.eval_steps and self.eval_temperature and self.top_p < 1 and not limited:
             yield (
                 f"--eval-temperature {self.eval_temperature} cannot be used with --top-p and"
                 " --engine vllm, because evaluations are not truncated, and the server would return"
-                " the ids of the whole vocabulary for each token: add --top-k, or leave"
+                " the ids of the whole vocabulary for each token: add --top-k or --min-p, or leave"
                 " --eval-temperature out."
             )
         if not 0.01 <= self.temperature <= 2:

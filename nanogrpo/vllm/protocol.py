@@ -115,12 +115,19 @@ def transport(wanted: str, server: str, info: dict, ours: dict[str, str]) -> str
     raise UserError(f"--server {server} {problem}.")
 
 
-def body(prompt: Prompt, n: int, params: SamplingParams, step: int, masks: bool = False) -> dict:
+def body(
+    prompt: Prompt,
+    n: int,
+    params: SamplingParams,
+    step: int,
+    masks: bool = False,
+    min_p: float = 0.0,
+) -> dict:
     """Return the request for a group, with every sampling field, so that no default applies.
 
     vLLM seeds completion i of a request with seed + i. The seed is a hash of (seed, step, prompt),
     so the same request always returns the same completions, on any server at any time. `masks` says
-    whether the server returns the tokens that top_k and top_p keep. Such a server refuses 0 for
+    whether the server returns the tokens that the filters keep. Such a server refuses 0 for
     temperature and top_k.
     """
     temperature, top_k = params.temperature, params.top_k
@@ -136,7 +143,7 @@ def body(prompt: Prompt, n: int, params: SamplingParams, step: int, masks: bool 
             "temperature": temperature,
             "top_k": top_k,
             "top_p": params.top_p,
-            "min_p": 0.0,
+            "min_p": min_p,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
@@ -210,8 +217,8 @@ def read(
         if params["top_k"]:
             if choice.get("sampling_mask") is None:
                 raise UserError(
-                    f"{server} does not return the masks that --top-k and --top-p need: start "
-                    "serve.py with --return-sampling-mask."
+                    f"{server} does not return the masks that --top-k, --top-p and --min-p need: "
+                    "start serve.py with --return-sampling-mask."
                 )
             logp = with_sets(logp, [packed(np.array(kept)) for kept in choice["sampling_mask"]])
         return Sample(prompt, choice["index"], ids, logp, bool(ends), versions)

@@ -23,7 +23,7 @@ def test_the_bits_depend_neither_on_the_slots_nor_on_the_strips_nor_on_the_ranks
         options: rows_of(f"--bitwise {options}", folder=options or "all")
         for options in (
             *("", "--max-concurrent 1", "--max-concurrent 7", "--token-budget 40"),
-            "--top-k 40 --top-p 0.9",
+            "--top-k 40 --top-p 0.9 --min-p 0.1",
             "--dtype float16 --token-budget 40",
             f"{LONG} --max-concurrent 7",
             EVICTED,

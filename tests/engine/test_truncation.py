@@ -1,4 +1,4 @@
-"""--top-k and --top-p: the loss has the log-probs of the truncated distribution.
+"""--top-k, --top-p and --min-p: the loss has the log-probs of the truncated distribution.
 
 tests/configurations.py has the row for two ranks and for resuming, and test_bitwise.py compares the
 bits of engine and trainer. Read next: test_sampler.py (the filters).
@@ -10,6 +10,7 @@ import pickle
 
 import pytest
 import torch
+from transformers import GenerationConfig, GenerationMixin
 
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.engine.local import LocalEngine
@@ -23,7 +24,12 @@ from tests.conftest import one_sentence, positions_of, tiny_model
 from tests.engine.test_local import make_prompts
 
 T = 0.8
-FILTERS = [{"top_k": 9}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.6}]
+FILTERS = [
+    {"top_k": 9},
+    {"top_p": 0.9},
+    {"min_p": 0.3},
+    {"top_k": 40, "top_p": 0.6, "min_p": 0.3},
+]
 
 
 def changed(model, seed, size=0.02):
@@ -41,12 +47,20 @@ def full(model, sample):
     return z[len(sample.prompt.token_ids) - 1 : -1] / T
 
 
-def kept(z, top_k=0, top_p=1.0):
+def keeping(engine, min_p=0.0, **filters):
+    """Return an engine that keeps the sets, and the parameters with the other filters."""
+    return KeepingEngine(engine, min_p), SamplingParams(
+        T, max_tokens=8, stop_token_ids=(99,), **filters
+    )
+
+
+def kept(z, top_k=0, top_p=1.0, min_p=0.0):
     """Return the set of tokens by its definition, for logits of one token [V]."""
     order = z.argsort(descending=True).tolist()[: top_k or None]
     p = z[order].softmax(-1).tolist()
     before = itertools.accumulate(p[:-1], initial=0.0)  # the probability of all likelier tokens
-    return sorted(token for token, mass in zip(order, before) if mass < top_p)
+    rows = zip(order, before, p)
+    return sorted(i for i, mass, share in rows if mass < top_p and share >= min_p * p[0])
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
@@ -57,9 +71,8 @@ def test_values_and_gradients_are_those_of_a_float64_model_over_the_full_vocabul
     model = tiny_model()
     local = LocalEngine(model.cfg, max_len=64, slots=5, device="cpu", paged=True, cache_tokens=64)
     local.runner.stride = 3  # as on a GPU: some tokens are discarded
-    engine = KeepingEngine(local)
+    engine, params = keeping(local, **filters)
     engine.load(model, 0)
-    params = SamplingParams(T, max_tokens=8, stop_token_ids=(99,), **filters)
     samples = engine.sample(make_prompts(), 3, params, step=0)
     assert engine.metrics()["sampling/put_back"]
     for i, s in enumerate(samples):
@@ -132,3 +145,16 @@ def test_log_probs_that_a_rollout_function_has_computed_are_refused(tmp_path, ro
     with pytest.raises(AssertionError):
         rows_of(f"--top-k 9 --rollout {tmp_path / 'r.py'}:own")
     assert "as turns.generate returns them" in one_sentence(capsys)
+
+
+@pytest.mark.parametrize("filters", [*FILTERS, {"min_p": 1.0}, {"min_p": 1e-6}], ids=str)
+def test_the_filters_are_applied_in_the_order_of_transformers(filters):
+    engine, params = keeping(
+        LocalEngine(tiny_model().cfg, max_len=8, slots=50, device="cpu"), **filters
+    )
+    logits = torch.randn(50, 151, generator=torch.Generator().manual_seed(0)) * 3
+    logits[:, 1] = logits[:, 0] = logits.amax(1)  # ties are kept
+    config = GenerationConfig(do_sample=True, temperature=T, **{"top_k": 0} | filters)
+    expected = GenerationMixin()._get_logits_processor(config)(None, logits)
+    assert torch.equal(engine._filters(logits, params) / T, expected)
+    assert torch.equal(engine.newest, expected.isfinite())

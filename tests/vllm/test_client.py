@@ -82,15 +82,15 @@ def test_a_greedy_completion_is_requested_once_per_group(fake):
 
 
 def test_each_token_has_the_set_that_the_filters_keep(fake):
-    engine = engine_of(fake, masks=True)
+    engine = engine_of(fake, masks=True, min_p=0.05)
     plain, greedy = SamplingParams(0.7, top_p=0.9, max_tokens=4), SamplingParams(0.0, max_tokens=4)
     (sample,) = engine.sample(PROMPTS[:1], 1, plain, step=0)
     engine.sample(PROMPTS[:1], 1, greedy, step=0)
     sent = [body["sampling_params"] for body in fake.generated()]
     # with masks, vLLM refuses 0
-    assert [(p["temperature"], p["top_k"], p["top_p"]) for p in sent] == [
-        (0.7, 1 << 30, 0.9),
-        (1.0, 1, 1.0),
+    assert [[p[x] for x in ("temperature", "top_k", "top_p", "min_p")] for p in sent] == [
+        [0.7, 1 << 30, 0.9, 0.05],
+        [1.0, 1, 1.0, 0.05],
     ]
     expected = fake.choice(0, sent[0])["sampling_mask"]
     assert [unpacked(x.kept).tolist() for x in sample.logp] == expected

@@ -66,6 +66,7 @@ def test_a_server_of_our_own_shares_the_only_gpu_without_any_option(machine, fak
         ({"vllm_gpus": "1"}, "GPU-a,MIG-b", "MIG-b", []),
         ({"vllm_gpus": "1,2"}, None, "1,2", ["--tensor-parallel-size", "2"]),
         ({"vllm_gpus": "1", "top_k": 9}, None, "1", ["--return-sampling-mask"]),
+        ({"vllm_gpus": "1", "min_p": 0.1}, None, "1", ["--return-sampling-mask"]),
     ],
 )
 def test_a_server_of_our_own_on_other_gpus_gets_the_weights_by_nccl(
