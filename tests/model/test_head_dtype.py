@@ -53,32 +53,38 @@ def in_float32() -> ExitStack:
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_logits_and_gradients_are_those_of_trl(kernels, dtype, monkeypatch):
     """TRL multiplies float32 copies of the same 16-bit matrices, in both passes. Our gradient of
-    the logits is rounded to 16 bits.
+    the logits is rounded to 16 bits, which adds less error than storing the results in 16 bits.
     """
     from trl.trainer.utils import _ChunkedLogProbFunction
 
     monkeypatch.setattr(dispatch, "choice", kernels)
     hidden, weight, targets, inputs = draw(dtype)
+    copies = [x.detach().float().requires_grad_() for x in (hidden, weight)]
     logp, *_ = _ChunkedLogProbFunction.apply(
-        hidden.float(), weight.float(), None, targets, T, 16, None, 1.0, ("log_probs", "entropy")
+        *copies, None, targets, T, 16, None, 1.0, ("log_probs", "entropy")
     )
     loss = -(logp * inputs.advantage * inputs.weight).sum()
-    expected = 2 * [logp.detach(), *torch.autograd.grad(loss, (hidden, weight))]
+    expected = 2 * [logp.detach(), *torch.autograd.grad(loss, copies)]
     usual = both_ways(dtype)
     with in_float32():
         found = both_ways(dtype)
     for i, (got, rounded, theirs) in enumerate(zip(found, usual, expected)):
         assert got.dtype == rounded.dtype
         if i % 3 == 0:  # log-probs
+            # logits are up to 26, so in float32 their last bit is 1.9e-6
             torch.testing.assert_close(got, theirs, rtol=1e-6, atol=4e-6)
-            assert (rounded - theirs).abs().max() > 1e-4
+            assert dtype == torch.float32 or (rounded - theirs).abs().max() > 1e-4
         else:
-            error, before = ((x - theirs).double().norm() / theirs.norm() for x in (got, rounded))
-            assert error < before
-            assert error < 4e-3
+            error, before, storing = (
+                (x - theirs).double().norm() / theirs.norm()
+                for x in (got, rounded, theirs.to(dtype))
+            )
+            assert dtype == torch.float32 or error < before
+            # Triton's interpreter truncates to bfloat16, which doubles the error
+            assert error < max(1e-6, 2.2 * storing)
     # afterwards, everything is as before
     assert all(map(torch.equal, usual, both_ways(dtype)))
 
