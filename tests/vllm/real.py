@@ -19,6 +19,7 @@ import torch
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.model.attention import StripAttention
 from nanogrpo.model.decoder import Decoder, logits
+from nanogrpo.model.head import HeadOp
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import Server, Sidecar
@@ -100,22 +101,26 @@ def sidecar(model: Path, output: Path, *options: str) -> Sidecar:
 
 
 @torch.no_grad()
-def trainer_logp(model: Decoder, sample: Sample, temperature: float) -> torch.Tensor:
+def trainer_logp(
+    model: Decoder, sample: Sample, temperature: float, head: HeadOp = logits
+) -> torch.Tensor:
     """Return the trainer's log-probs of a completion, [tokens] float32."""
     ids = torch.tensor(sample.prompt.token_ids + sample.token_ids)  # [T]
     attend = StripAttention(torch.tensor([0, len(ids)], dtype=torch.int32), len(ids))
     images = [(0, sample.prompt.inputs)] if sample.prompt.inputs else []
-    scores = model(ids, torch.arange(len(ids)), attend, None, logits, *images)  # [T, V]
+    scores = model(ids, torch.arange(len(ids)), attend, None, head, *images).float()  # [T, V]
     logp = (scores / (temperature or 1.0)).log_softmax(-1)
     return logp[len(sample.prompt.token_ids) - 1 : -1].gather(
         1, torch.tensor(sample.token_ids)[:, None]
     )[:, 0]
 
 
-def gap(model: Decoder, samples: Sequence[Sample], temperature: float) -> float:
+def gap(
+    model: Decoder, samples: Sequence[Sample], temperature: float, head: HeadOp = logits
+) -> float:
     """Return the largest difference between the log-probs of trainer and server over all tokens."""
     return max(
-        (trainer_logp(model, s, temperature) - torch.tensor(s.logp)).abs().max().item()
+        (trainer_logp(model, s, temperature, head) - torch.tensor(s.logp)).abs().max().item()
         for s in samples
     )
 

@@ -12,13 +12,27 @@ import pytest
 import torch
 
 from nanogrpo.engine.base import SamplingParams
+from nanogrpo.errors import UserError
+from nanogrpo.extras import head_dtype
 from nanogrpo.model import checkpoint
 from nanogrpo.types import Prompt
 from nanogrpo.vllm.auth import CONNECT
+from nanogrpo.vllm.protocol import FLOAT32_LOGITS
 from nanogrpo.vllm.server import Server, ServerError
 from nanogrpo.vllm.sleeping import SleepingEngine
 from nanogrpo.vllm.sync import WeightSync
-from tests.vllm.real import PROMPTS, check_syncs, gap, label, params, raw, train_a_little
+from tests.conftest import write_base
+from tests.vllm.real import (
+    PROMPTS,
+    SIZES,
+    check_syncs,
+    gap,
+    label,
+    params,
+    raw,
+    serve,
+    train_a_little,
+)
 
 pytestmark = pytest.mark.vllm
 SESSION = ("/start_weight_update", "/update_weights", "/finish_weight_update")
@@ -33,6 +47,29 @@ def test_log_probs_agree_before_and_after_every_sync(request, head, transport):
     real = request.getfixturevalue(head)
     model = checkpoint.load_model(real.folder)
     check_syncs(real.engine(model, transport=transport), model, PROMPTS, first=model)
+
+
+def test_float32_logits_of_16_bit_weights_agree_after_every_sync(tmp_path):
+    """No layer changes the hidden states, so they are the same bits on both sides, and only the
+    logits could be rounded.
+    """
+    base = write_base(tmp_path / "base", **SIZES)
+    for real in serve(base, "--dtype", "bfloat16", *FLOAT32_LOGITS):
+        model = checkpoint.load_model(base).bfloat16()
+        for name, p in model.named_parameters():
+            if "norm" in name or name.endswith(("o_proj.weight", "down_proj.weight")):
+                p.data.fill_(float("norm" in name))
+        model.lm_head.weight.data *= 20
+        with pytest.raises(UserError, match="has --head-dtype float32, but the trainer has model"):
+            real.engine(model)
+        engine = real.engine(model, head_dtype="float32")
+        for version in range(2):
+            engine.load(model, version)
+            samples = engine.sample(PROMPTS, 4, params(1.0), step=0)
+            assert gap(model, samples, 1.0, head_dtype.product) <= 1e-5
+            assert gap(model, samples, 1.0) > 1e-3  # the trainer's logits are rounded
+            model.lm_head.weight.data *= 1.5
+        engine.close()
 
 
 def test_one_corrupted_tensor_shows_in_the_gap(tied):
