@@ -91,9 +91,8 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
     if cfg.top_k or cfg.top_p < 1 or min_p:
         from nanogrpo.extras.truncation import Truncation
 
-        yield Truncation(
-            min_p
-        )  # comes before the features that wrap the engine or read the batches
+        # comes before the features that wrap the engine or read the batches
+        yield Truncation(min_p)
     if full and (cfg.tools or cfg.environment_factory or cfg.rollout):
         from nanogrpo.extras.tools.feature import Tools
 
