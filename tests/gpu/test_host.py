@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint import filesystem
 
 from bench import step_trace
 from nanogrpo import Config
-from nanogrpo.extras import one_gpu
+from nanogrpo.extras import one_gpu, sharding
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.run import optim
 from tests.conftest import random_batch, tiny_model
@@ -63,6 +64,23 @@ def test_copies_follow_the_master_weights_and_gradients_are_float32():
         for name, weight in trained(dtype, copy).items():
             assert weight.dtype == dtype
             assert (weight - plain[name]).norm() <= limit * plain[name].norm()
+
+
+def in_float32(model: torch.nn.Module, _: torch.dtype) -> None:
+    one_gpu.copy_weights(model, torch.float32)
+
+
+def test_a_run_on_one_gpu_learns_as_a_run_with_shards(rows_of):
+    """With copies in float32, and with the optimizer's kernel in the interpreter."""
+    usual, fuse = rows_of(folder="usual"), mock.Mock(wraps=one_gpu.fuse)
+    yes = mock.Mock(return_value=True)
+    with mock.patch.multiple(
+        sharding, is_whole=yes, uses_triton=yes, copy_weights=in_float32, fuse=fuse
+    ):
+        whole = rows_of("--reshard-after-forward never", folder="whole")
+    for mine, theirs in zip(whole, usual):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    fuse.assert_called_once()
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, optim.adamw])
