@@ -37,7 +37,8 @@ rewards and settings.
 """
 
 
-ELSEWHERE = {"objectives": "docs/objectives.md"}  # results with a separate page
+# results with a separate page
+ELSEWHERE = {"objectives": "docs/objectives.md", "precision": "docs/precision.md"}
 
 
 # The most important ratios: what, bench, quantity, cases of even lengths, cases of uneven lengths.

@@ -18,6 +18,7 @@ from bench import (
     compare,
     learning,
     objectives,
+    precision,
     real_model,
     rollout_speed,
     runs,
@@ -43,6 +44,7 @@ LARGE_VOCABULARY = step_sides.Case(2, 8, 8, 32, vocab=16_384)
 SHORT = objectives.Experiment(
     "Does it?", f"{objectives.TINY} --max-steps 1 --eval-samples 8", {"dapo": ""}, "Yes."
 )
+RESUMED = ("learning", "real_model", "objectives", "precision")
 # module → (options, what is smaller than in the real benchmark, the sides of its records)
 SCRIPTS = {
     "learning": (
@@ -89,6 +91,14 @@ SCRIPTS = {
         {"EXPERIMENTS": {"tiny": SHORT}},
         None,
     ),
+    "precision": (
+        "--seeds 1 --steps 2 --base BASE",
+        {
+            "SIDES": {"float32": "", "float8 engine + weights": precision.TRUNCATED},
+            "WIDES": ["wide model: float32"],
+        },
+        ["wide model: float32", "float32", "float8 engine + weights"],
+    ),
 }
 
 
@@ -133,7 +143,7 @@ def test_a_small_run_writes_its_records_and_their_table(name, small, tmp_path, m
         assert {len(line) for line in lines} == {len(tables.BENCHES[name].columns)}
     pictures = [path.stat().st_size for path in tmp_path.glob("*.png")]
     assert name not in ("learning", "real_model", "step_time") or min(pictures) > 10_000
-    if name in ("learning", "real_model", "objectives"):  # a run with a record is not repeated
+    if name in RESUMED:  # a run with a record is not repeated
         monkeypatch.setattr(runs, "run", lambda *_: pytest.fail("a new run"))
         assert small(name) == records
 
@@ -177,4 +187,11 @@ def test_the_page_about_objectives_is_made_from_the_records():
     page = (common.ROOT / "docs/objectives.md").read_text()
     assert page == objectives.page(common.read("objectives")), (
         "run python -m bench.objectives --redraw"
+    )
+
+
+def test_the_page_about_precision_shows_the_table_of_the_records():
+    page = (common.ROOT / "docs/precision.md").read_text()
+    assert page == precision.page(page, common.read("precision")), (
+        "run python -m bench.precision --redraw"
     )
