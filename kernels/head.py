@@ -172,15 +172,16 @@ def add_product(total: Tensor | None, dlogits: Tensor, h: Tensor) -> Tensor:
     dtype = accumulate(h.dtype)
     if h.is_cpu:  # torch has no product of 16-bit operands with a float32 result there
         h, dlogits = h.to(dtype), dlogits.to(dtype)
-    if by_onednn(h.T, dlogits.T):
-        part = product(h.T, dlogits.T).T  # [V, D], transposed in memory
+    rows = dlogits.T  # [V, T]
+    if by_onednn(h.T, rows):
+        part = product(h.T, rows).T  # [V, D], transposed in memory
         return part.contiguous() if total is None else total.add_(part)
     beta = 1.0
     if total is None:  # with beta = 0, the values in `total` are ignored
-        total, beta = h.new_empty(dlogits.shape[1], h.shape[1], dtype=dtype), 0.0
+        total, beta = h.new_empty(len(rows), h.shape[1], dtype=dtype), 0.0
     # 16-bit operands, float32 accumulator and result
     more: dict = {} if h.dtype == dtype else {"out_dtype": dtype}
-    return torch.addmm(total, dlogits.T, h, beta=beta, out=total, **more)
+    return torch.addmm(total, rows, h, beta=beta, out=total, **more)
 
 
 def _complete(total: Tensor | None, lm_head: Tensor) -> Tensor:

@@ -43,12 +43,12 @@ def by_onednn(a: Tensor, b: Tensor) -> bool:
     """
     return bool(
         a.is_cpu  # the device is checked first, so on a GPU, nothing else is evaluated
+        and a.shape[0] * b.numel() >= WORTH
         and a.dtype == b.dtype != torch.float64
         and _onednn
         and torch.backends.mkldnn.enabled
         and {type(a), type(b)} <= {Tensor, nn.Parameter}
         and a.ndim == b.ndim == 2
-        and a.shape[0] * b.numel() >= WORTH
         and not torch.is_autocast_enabled("cpu")
     )
 

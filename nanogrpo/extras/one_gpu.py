@@ -39,14 +39,18 @@ class Joint:
         self.masters = [layer._parameters["weight"] for layer in layers]
         self.sizes = [*map(len, self.masters)]
         self.weight = torch.cat([layer.weight.detach() for layer in layers])  # [ΣO, I]
+        self.transposed = self.weight.T  # a view, made once, because a view takes host time
         for layer, part in zip(layers, self.weight.split(self.sizes)):
             layer.weight.data = part
 
     def accumulate(self, dy: Tensor, x: Tensor) -> None:
         """Add dyᵀ x [ΣO, I] to the gradients of the master weights, which are slices of one sum."""
-        total = self.masters[0].grad
-        total = add_product(total if total is None else total._base, dy, x)
-        for master, part in zip(self.masters, total.split(self.sizes)):
+        grad = self.masters[0].grad
+        if grad is not None:
+            add_product(grad._base, dy, x)  # in place, so the slices stay the gradients
+            return
+        total = add_product(None, dy, x)
+        for master, part in zip(self.masters, total.split_with_sizes(self.sizes)):
             master.grad = part
 
 
@@ -59,31 +63,30 @@ class Products(torch.autograd.Function):
     def forward(ctx, joint, x):
         ctx.save_for_backward(x)
         ctx.joint = joint
-        return product(x, joint.weight).split(joint.sizes, dim=1)
+        return product(x, joint.weight).split_with_sizes(joint.sizes, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *dys):
         dy = adjoined(dys)
         ctx.joint.accumulate(dy, *ctx.saved_tensors)
-        return None, product(dy, ctx.joint.weight.T)
+        return None, product(dy, ctx.joint.transposed)
 
 
-def adjoined(parts: Sequence[Tensor]) -> Tensor:
+def adjoined(parts: tuple[Tensor, ...]) -> Tensor:
     """Return matrices [T, n] next to each other, [T, Σn].
 
     Triton kernels write the gradients of gate and up next to each other. They also write the
-    gradients of q and k next to each other, with space for the gradient of v. So only a matrix that
-    is not in its place is copied.
+    gradients of q and k next to each other, with space for the gradient of v, which is then copied.
     """
     (first, *others), sizes = parts, [part.shape[1] for part in parts]
     if not others:
         return first
-    base, shape = first._base, (len(first), sum(sizes))
+    base, shape = first._base, (first.shape[0], sum(sizes))
     if base is None or (base.numel(), first.stride(0)) != (math.prod(shape), shape[1]):
-        base = first.new_empty(shape)
+        return torch.cat(parts, dim=1)
     out = base.view(shape)
-    for place, part in zip(out.split(sizes, dim=1), parts):
+    for place, part in zip(out.split_with_sizes(sizes, 1), parts):
         if part._base is not base:
             place.copy_(part)
     return out

@@ -66,17 +66,12 @@ def test_copies_follow_the_master_weights_and_gradients_are_float32():
             assert (weight - plain[name]).norm() <= limit * plain[name].norm()
 
 
-def in_float32(model: torch.nn.Module, _: torch.dtype) -> None:
-    one_gpu.copy_weights(model, torch.float32)
-
-
 def test_a_run_on_one_gpu_learns_as_a_run_with_shards(rows_of):
     """With copies in float32, and with the optimizer's kernel in the interpreter."""
     usual, fuse = rows_of(folder="usual"), mock.Mock(wraps=one_gpu.fuse)
     yes = mock.Mock(return_value=True)
-    with mock.patch.multiple(
-        sharding, is_whole=yes, uses_triton=yes, copy_weights=in_float32, fuse=fuse
-    ):
+    copy = mock.Mock(side_effect=lambda model, _: one_gpu.copy_weights(model, torch.float32))
+    with mock.patch.multiple(sharding, is_whole=yes, uses_triton=yes, copy_weights=copy, fuse=fuse):
         whole = rows_of("--reshard-after-forward never", folder="whole")
     for mine, theirs in zip(whole, usual):
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
