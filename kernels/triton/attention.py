@@ -14,9 +14,9 @@ Example.    In the strip of ../sharing.py, the prompt pqr has the completions a 
             up the gradients over all completions in a fixed order, without atomics or copies.
 Rows.       Query i of the g-th of the HEADS = H/K heads with one key head is row i·HEADS + g. A
             program has ROWS such rows, so each key that it loads serves all HEADS heads.
-Edges.      Most blocks of keys are visible to all rows of a program. They are visited first, in a
-            loop without masks. The other blocks (the end of the prompt, and the last own keys)
-            follow in a loop with masks.
+Edges.      Most blocks of keys are visible to all rows of a program. A first loop, without masks,
+            processes these blocks. A second loop, with masks, processes the other blocks, which
+            are the end of the prompt and the last own keys.
 Bytes.      In bfloat16, the forward moves 4·T·(H + K)·E and the backward 12·T·(H + K)·E, if the
             L2 cache holds the keys of a group. For each number of lse and delta, 4 bytes are added.
             No key row is copied. With gathered keys, the gathers move 8·Tk·K·E, and the sums of
@@ -81,9 +81,10 @@ def place(r, KV, HEADS):
 
 @triton.jit
 def visible(CU, PROMPTS, HEADS, ROWS, KEYS):
-    """Return a program's rows, from … to, and the keys that all of its rows see or only some.
+    """Return the range of a program's rows, the keys that all of these rows see, and the keys that
+    only some of them see.
 
-    Each of the two is a range of keys of the prompt and a range of own keys. The last rows of a
+    Keys are returned as a range of keys of the prompt and a range of own keys. The last rows of a
     sequence see the most keys, so they come first.
     """
     n = tl.program_id(0)

@@ -54,8 +54,8 @@ def with_sets(logp: Sequence[float], sets: Sequence[np.ndarray]) -> list[float]:
 
 
 def packed(ids: np.ndarray) -> np.ndarray:
-    """Return the set with these ids, which must be in increasing order: the ids [n] int32, or, if
-    that is smaller, a bit for each id of the vocabulary [V/8] uint8.
+    """Return a set of ids in its smaller form: the ids themselves [n] int32, or one bit for each id
+    of the vocabulary [V/8] uint8. `ids` must be in increasing order.
     """
     if 32 * len(ids) <= ids[-1]:
         return ids.astype(np.int32)
