@@ -50,8 +50,9 @@ def arrow(axis: Any, start: tuple[float, float], end: tuple[float, float], **sty
 
 
 def lanes() -> Any:
-    """Draw one row of logits. Draw how the textbook kernel merges after each block, and how lanes
-    merge only once."""
+    """Draw one row of logits, and two ways to add up its parts. The textbook kernel merges the sums
+    of its threads after each block. Lanes merge their sums once, at the end.
+    """
     figure, axis = canvas(9, 4.2)
     blocks, cells, w = 4, 8, 2.0
 

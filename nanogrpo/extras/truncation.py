@@ -142,7 +142,8 @@ class KeepingEngine(Wrapper):
 
 
 class Head:
-    """The operations of model/head.py, where the logits of tokens outside of their sets are -inf.
+    """The operations of model/head.py for truncated sampling: at each position, the logits of the
+    tokens that the filters removed are -inf.
 
     kept: the set of each of the M tokens of a batch, as `packed` returns it.
     """
