@@ -32,7 +32,7 @@ from nanogrpo.feature import Feature
 from nanogrpo.kernels.head import HeadPolicyLoss
 from nanogrpo.model import dispatch, head
 from nanogrpo.model.head import PolicyOut
-from nanogrpo.model.weights import gathered
+from nanogrpo.run.state import local
 
 START, GROWTH = 2.0**16, 2000
 LARGEST = torch.finfo(torch.float16).max
@@ -68,8 +68,10 @@ class LossScale(Feature):
         """
         trained = [p for p in parameters if p.grad is not None]
         grads: Any = [p.grad for p in trained]
-        largest = gathered(nn.utils.get_total_norm(grads, math.inf))
-        too_large, finite, self.finite = not largest <= LARGEST, self.finite, True
+        parts = [part for part in map(local, grads) if part.numel()]  # a shard may be empty
+        largest = nn.utils.get_total_norm(parts, math.inf)  # on this rank
+        too_large = self.world.any(not largest <= LARGEST)
+        finite, self.finite = self.finite, True
         scale, count = self.state.tolist()
         if too_large and self.world.any(not finite):
             raise FloatingPointError(

@@ -60,11 +60,14 @@ class Sharded(Feature):
 def is_whole(cfg: Any, world: World) -> bool:
     """Return whether one process trains with 16-bit copies of the weights, without FSDP2
     (one_gpu.py). On a GPU, FSDP2 is needed for adapters, for offloading, and if the 16-bit copy of
-    the model does not fit into memory. On a CPU, adapters need no copies (lora.py).
+    the model does not fit into memory. On a CPU, adapters need no copies (lora.py), and there is
+    nothing to offload.
     """
-    on_gpu = world.device.type == "cuda"
-    wanted = cfg.reshard_after_forward == "never" if on_gpu else cfg.dtype != "auto"
-    return wanted and world.size == 1 and not (cfg.cpu_offload or cfg.lora_r)
+    if world.device.type == "cuda":
+        wanted = cfg.reshard_after_forward == "never" and not cfg.cpu_offload
+    else:
+        wanted = cfg.dtype != "auto"
+    return wanted and world.size == 1 and not cfg.lora_r
 
 
 def compute_dtype(cfg: Any, device: str) -> torch.dtype:
