@@ -159,7 +159,14 @@ RUNS = {
     "loss_type=vespo entropy_coef": "--loss-type=vespo --entropy-coef=0.01",
 }
 # tests/vllm/test_train.py, a GPU, tests/engine/test_tools.py, tests/test_eval.py
-ELSEWHERE = {"engine=vllm", "max_staleness", "device=cuda", "tools", "num_generations_eval"}
+ELSEWHERE = {
+    "dtype=float16",
+    "engine=vllm",
+    "max_staleness",
+    "device=cuda",
+    "tools",
+    "num_generations_eval",
+}
 
 
 def documented() -> list[tuple[str, str]]:
