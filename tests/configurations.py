@@ -156,7 +156,9 @@ ROWS = {
         tolerance=1e-6,
     ),
     "hints": Row(
-        "--hint-column t --reward-coef 0.5 --num-iterations 2 --token-budget 60",
+        # with a larger learning rate, rounding grows until another token is sampled
+        "--hint-column t --reward-coef 0.5 --num-iterations 2 --token-budget 60"
+        " --learning-rate 3e-4",
         recipe="self_distill",
         prepare=lambda folder: _teachers(folder)[-2:],
         tolerance=1e-6,

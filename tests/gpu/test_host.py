@@ -32,11 +32,9 @@ def test_the_host_waits_only_after_the_update(kind):
 
 
 def test_on_one_gpu_a_step_takes_at_most_115_percent_of_the_host_time_without_shards():
-    """Other processes can only make a measurement worse, so the best of five counts."""
-    found = []
-    while min(found, default=2.0) > 1.15:
-        assert len(found) < 5, found
-        found.append(step_trace.of_host(4, [])[1]["over_unsharded"])
+    """Other processes can only make a measurement worse, so the best of three counts."""
+    best = min(step_trace.of_host(4, [])[1]["over_unsharded"] for _ in range(3))
+    assert best <= 1.15
 
 
 def test_copies_follow_the_master_weights_and_gradients_are_float32():

@@ -261,12 +261,12 @@ def test_a_run_says_once_where_trls_defaults_are_not_those_of_a_paper(name, capl
 
 @pytest.mark.parametrize("name", MENU)
 def test_any_micro_batches_have_the_same_gradient(name):
-    model = tiny_model()
+    model = tiny_model().double()
     whole = gradient_of(model, MENU[name])
     assert whole.norm() > 0
     for budget in (1, 40):
         split = gradient_of(model, {**MENU[name], "share_prompts": budget > 1}, budget=budget)
-        assert (split - whole).norm() <= 2e-6 * whole.norm()
+        assert (split - whole).norm() <= 1e-7 * whole.norm()  # weights are float32
 
 
 @pytest.mark.parametrize(

@@ -157,16 +157,10 @@ RUNS = {
     " --eval-steps=1 --eval-data {files}/data.jsonl --eval-samples=2 --loss-type=cispo"
     " --vllm-importance-sampling-mode=token_truncate --max-resample-times=1",
     "loss_type=vespo entropy_coef": "--loss-type=vespo --entropy-coef=0.01",
+    "dtype=float16": "--dtype=float16",
 }
 # tests/vllm/test_train.py, a GPU, tests/engine/test_tools.py, tests/test_eval.py
-ELSEWHERE = {
-    "dtype=float16",
-    "engine=vllm",
-    "max_staleness",
-    "device=cuda",
-    "tools",
-    "num_generations_eval",
-}
+ELSEWHERE = {"engine=vllm", "max_staleness", "device=cuda", "tools", "num_generations_eval"}
 
 
 def documented() -> list[tuple[str, str]]:
