@@ -43,7 +43,7 @@ def log_softmax_forward(
     out = logits.new_empty(4, len(logits), dtype=accumulate(logits.dtype))
     for rows in blocks(logits):
         x = logits[rows].to(out.dtype)  # [n, V]
-        q = x.amax(-1) if x.numel() else x.new_zeros(x.shape[0])  # [n]
+        q = x.amax(-1) if x.numel() else x.new_zeros(len(x))  # [n]
         t = (x - q[:, None]) / temperature
         e = t.exp()
         # If there is only one long row, torch divides its sum among threads.

@@ -158,6 +158,8 @@ def fuse(optimizer: Any, copies: dict[Tensor, Tensor]) -> None:
 
 def move(master: Tensor, copy: Any) -> None:
     """Add the gradient of a copy to the gradient of its master weight, in float32."""
-    grad = copy.grad.to(master.dtype)
-    master.grad = grad if master.grad is None else master.grad.add_(grad)
+    if master.grad is None:
+        master.grad = copy.grad.to(master.dtype)
+    else:
+        master.grad.add_(copy.grad)
     copy.grad = None
