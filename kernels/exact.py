@@ -18,8 +18,8 @@ Remedy.     The order of each sum must depend only on the position of the token 
               from the first key of the sequence. A block that a query does not see adds exactly 0,
               so it does not matter how many blocks follow.
             * RMSNorm, rotation and log-softmax already compute each row independently, so they are
-            not replaced. PyTorch's silu is replaced. If the number of elements is not a multiple of
-            the vector width, it uses another formula for the last elements of a tensor.
+              not replaced. PyTorch's silu is replaced. If the number of elements is not a multiple
+              of the vector width, it uses another formula for the last elements of a tensor.
             * Sampling and training compute the log-prob with the same function.
 Cost.       On one core, a product with tiles of 64 rows takes 1.4 times as long as one product of
             1024 rows. A decode step with fewer than 64 rows computes 64 rows.

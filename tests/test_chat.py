@@ -9,11 +9,11 @@ import pytest
 
 from nanogrpo import Config
 from nanogrpo.engine.base import SamplingParams
-from nanogrpo.engine.local import LocalEngine
 from nanogrpo.extras import chat, commands
 from nanogrpo.extras.chat import Chat
 from nanogrpo.model import checkpoint
 from nanogrpo.types import Prompt
+from tests.engine.small import make_engine
 
 
 def test_the_pieces_are_what_the_engine_samples(tiny_base):
@@ -21,8 +21,7 @@ def test_the_pieces_are_what_the_engine_samples(tiny_base):
     text = "".join(talk.answer("3+4="))
     ids = talk.tokenizer.encode_prompt(talk.messages[:1], enable_thinking=True)
     model = checkpoint.load_model(tiny_base)
-    engine = LocalEngine(model.cfg, max_len=100, slots=1, device="cpu")
-    engine.load(model, version=0)
+    engine = make_engine(model)
     stops = talk.tokenizer.stop_token_ids
     params = SamplingParams(max_tokens=12, stop_token_ids=stops, seed=3)
     (sample,) = engine.sample([Prompt(1, "", ids)], 1, params, step=0)

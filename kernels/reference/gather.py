@@ -1,4 +1,4 @@
-"""Gather rows. Gather rows of a tensor. The backward adds up the gradients of each row in float32.
+"""Gather rows of a tensor. The backward adds up the gradients of each row in float32.
 
 In: x [T, …], index [n] int64. Out: x[index]. Read next: kernels/head.py.
 """

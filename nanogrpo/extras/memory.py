@@ -28,7 +28,7 @@ has W GPUs and micro-batches of T tokens, and computes in a dtype of b = 2 bytes
 * engine, b·n with vLLM: rank 0's copy of the weights to send, and the server, if the server is on
   rank 0's GPU.
 * checkpoint, 12·n/W + 4·n: copies on the host while they are written. Only rank 0 has the term 4·n.
-It becomes 2·n if the base is in bfloat16.
+  It becomes 2·n if the base has 16 bits.
 * reference, 4·n/W: with beta > 0. This row also counts the reference's gathered root and, if the
   reference follows the policy, its copy in a checkpoint.
 * frozen models, 4·n/W + b·(n_r + 2·n_b) each: the model of --ref-model, and teachers of recipes.

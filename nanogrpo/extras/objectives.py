@@ -205,7 +205,7 @@ def add(name: str, term: Callable[[Tokens, Any], Terms], average: str) -> None:
 
 
 def on_policy_enough(t: Tokens, threshold: float) -> Tensor:
-    """Return a mask [M]: Return False for sequences with A < 0 and mean_t(log μ - log π) >
+    """Return a mask [M], which is False for sequences with A < 0 and mean_t(log μ - log π) >
     threshold, and True for all others.
 
     DeepSeek-V3.2 2025 (2512.02556), equation 9: a bad completion teaches nothing if the policy has

@@ -4,8 +4,7 @@ explains them.
 In: the samples, each micro-batch with the output of its loss (`Meter.add`), and the seconds of each
 phase (`Clock`). Out: dicts that map names to numbers. Each mean, except for `loss` and `grad_norm`,
 is computed directly over all tokens or all completions of the step. It is never a mean of means.
-Read next: console.py, which writes the
-metrics.
+Read next: console.py, which writes the metrics.
 """
 
 import math

@@ -10,12 +10,12 @@ is sent per group (n = G), with up to `window` requests in progress on each serv
 
 Because of three rules, the trainer can trust a reply. A request contains every sampling field, so
 no default of the server applies. Each token is returned with the label of the weights that sampled
-it. A server that
-returns unknown labels (because it was restarted, or another trainer uses it) counts as lost. The
-prefix cache is salted with the label, so keys computed with older weights are never reused.
+it. A server that returns unknown labels (because it was restarted, or another trainer uses it)
+counts as lost. The prefix cache is salted with the label, so keys computed with older weights are
+never reused.
 
-With several ranks, rank 0 sends all requests, and shares the results and errors. Read
-next: sync.py, sleeping.py, extras/ahead.py.
+With several ranks, rank 0 sends all requests, and shares the results and errors. Read next:
+sync.py, sleeping.py, extras/ahead.py.
 """
 
 import functools

@@ -24,13 +24,13 @@ from bench.rewards import share_of_even
 from nanogrpo import Config
 from nanogrpo.data import prompts as data
 from nanogrpo.engine.base import SamplingParams
-from nanogrpo.engine.local import LocalEngine
 from nanogrpo.extras.arithmetic.feature import Arithmetic
 from nanogrpo.extras.window import FULL, SLIDING, Windows
 from nanogrpo.model.decoder import Decoder, logits
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.types import Prompt
 from tests.conftest import random_tokens, steps, tiny_model
+from tests.engine.small import make_engine
 
 pytestmark = [
     pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.11"),
@@ -97,8 +97,7 @@ def test_both_sides_of_the_rollout_have_the_same_weights(layers):
     model = tiny_model(tie_word_embeddings=True, layers=layers)
     theirs = rollout_speed.peer(model, "sdpa")
     prompt = Prompt(0, "", random_tokens(9).tolist())
-    engine = LocalEngine(model.cfg, max_len=32, device="cpu")
-    engine.load(model, version=0)
+    engine = make_engine(model)
     (ours,) = engine.sample([prompt], 1, SamplingParams(temperature=0.0, max_tokens=12), step=0)
     ids = torch.tensor([prompt.token_ids])
     mask = torch.ones_like(ids)

@@ -7,7 +7,7 @@ from nanogrpo.types import Prompt
 from tests.conftest import random_tokens, tiny_model
 
 
-def make_prompts(lengths):
+def make_prompts(lengths=(1, 3, 17, 8, 1, 30)):
     return [Prompt(100 + i, "", random_tokens(n, seed=i).tolist()) for i, n in enumerate(lengths)]
 
 

@@ -16,16 +16,10 @@ from nanogrpo.engine.runner import Runner
 from nanogrpo.extras.rope_scaling import Scaling
 from nanogrpo.extras.window import FULL, SLIDING, Windows
 from tests.conftest import positions_of, tiny_model
-from tests.engine import small
-from tests.engine.small import make_engine, same
+from tests.engine.small import make_engine, make_prompts, same
 
 STOPS = range(12)  # of 151 tokens: about one in twelve stops a completion
 PARAMS = SamplingParams(max_tokens=24, stop_token_ids=STOPS, seed=5)
-LENGTHS = (1, 3, 17, 8, 1, 30)
-
-
-def make_prompts(lengths=LENGTHS):
-    return small.make_prompts(lengths)
 
 
 def trainer_logp(model, samples, temperature):

@@ -13,7 +13,6 @@ import torch
 from transformers import GenerationConfig, GenerationMixin
 
 from nanogrpo.engine.base import SamplingParams
-from nanogrpo.engine.local import LocalEngine
 from nanogrpo.extras.objectives import Objectives
 from nanogrpo.extras.options import Config
 from nanogrpo.extras.truncation import KeepingEngine, Truncation, packed, unpacked
@@ -21,6 +20,7 @@ from nanogrpo.grpo import loss, packing
 from nanogrpo.grpo.schedule import plan
 from nanogrpo.model.decoder import logits
 from tests.conftest import one_sentence, positions_of, tiny_model
+from tests.engine.small import make_engine
 from tests.engine.test_local import make_prompts
 
 T = 0.8
@@ -69,7 +69,7 @@ def test_values_and_gradients_are_those_of_a_float64_model_over_the_full_vocabul
     filters, loss_type
 ):
     model = tiny_model()
-    local = LocalEngine(model.cfg, max_len=64, slots=5, device="cpu", paged=True, cache_tokens=64)
+    local = make_engine(model, max_len=64, slots=5, paged=True, cache_tokens=64)
     local.runner.stride = 3  # as on a GPU: some tokens are discarded
     engine, params = keeping(local, **filters)
     engine.load(model, 0)
@@ -149,9 +149,7 @@ def test_log_probs_that_a_rollout_function_has_computed_are_refused(tmp_path, ro
 
 @pytest.mark.parametrize("filters", [*FILTERS, {"min_p": 1.0}, {"min_p": 1e-6}], ids=str)
 def test_the_filters_are_applied_in_the_order_of_transformers(filters):
-    engine, params = keeping(
-        LocalEngine(tiny_model().cfg, max_len=8, slots=50, device="cpu"), **filters
-    )
+    engine, params = keeping(make_engine(slots=50), **filters)
     logits = torch.randn(50, 151, generator=torch.Generator().manual_seed(0)) * 3
     logits[:, 1] = logits[:, 0] = logits.amax(1)  # ties are kept
     config = GenerationConfig(do_sample=True, temperature=T, **{"top_k": 0} | filters)

@@ -10,13 +10,13 @@ import torch
 from torch.func import functional_call
 
 from nanogrpo import Config
-from nanogrpo.engine.local import LocalEngine
 from nanogrpo.extras.lora import adapters, lora
 from nanogrpo.extras.lora.options import LORA_TARGETS
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.model import weights
 from nanogrpo.run import optim
 from tests.conftest import positions_of, random_batch, tiny_model
+from tests.engine.small import make_engine
 from tests.model.lora_models import adapted, gradient, logits, nudge
 
 LORA = Config(lora_r=4, lora_alpha=10)
@@ -120,8 +120,7 @@ def test_only_the_chosen_layers_are_adapted_and_only_adapters_are_trained(names)
 def test_the_embedded_engine_receives_the_merged_weights():
     model = adapted(LORA)
     merged = dict(weights.full_parameters(model))
-    engine = LocalEngine(model.cfg, max_len=32, slots=2, device="cpu")
-    engine.load(model, version=1)
+    engine = make_engine(model)
     assert all(torch.equal(p, merged[n]) for n, p in engine.model.named_parameters())
 
 

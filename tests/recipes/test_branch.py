@@ -12,9 +12,9 @@ import torch
 
 from examples.recipes import branch
 from nanogrpo.engine.base import SamplingParams
-from nanogrpo.engine.local import LocalEngine
 from nanogrpo.types import Prompt
 from tests.conftest import SOLO, packed, positions_of, tiny_model
+from tests.engine.small import make_engine
 
 N, K, LENGTHS = 6, 3, (5, 9)
 CFG = branch.Options(num_generations=N, branches=K, generation_batch_size=N * len(LENGTHS))
@@ -31,8 +31,7 @@ def branched():
     `scored`, and the number of tokens that the engine prefilled for the siblings.
     """
     model = tiny_model(std=0.1).requires_grad_()
-    engine, prefilled = LocalEngine(model.cfg, max_len=64, device="cpu"), []
-    engine.load(model, 0)
+    engine, prefilled = make_engine(model), []
     real = engine.runner.prefill
 
     def prefill(waiting):

@@ -1,11 +1,10 @@
 """Low-rank adapters (Hu et al. 2021, 2106.09685): y = W x + scale · B A x, where only A [r, in] and
 B [out, r] are trained. The scale is alpha/r.
 
-In: a Decoder. `LoRALinear` replaces the chosen layers; parameter names do not change. Out:
-the same model, which can be used in two ways:
+In: a Decoder. `LoRALinear` replaces the chosen layers; parameter names do not change. Out: the same
+model, which can be used in two ways:
 
-* With adapters merged: merged: engines and checkpoints use W + scale · B A, which is a new tensor.
-W itself
+* With adapters merged: engines and checkpoints use W + scale · B A, which is a new tensor. W itself
   is never overwritten.
 * With adapters disabled: the base model is the reference policy when beta > 0, so no second model
   is kept.

@@ -112,7 +112,7 @@ def nf4_quantize(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nf4_dequantize(q: Quantized, dtype: torch.dtype) -> Tensor:
-    """Return the weight [*shape]: Return NF4[code] · absmax, rounded once from float32 to dtype."""
+    """Return the weight NF4[code] · absmax [*shape], rounded once from float32 to dtype."""
     nf4, _ = nf4_tables(q.packed.device)
     pairs = torch.cartesian_prod(nf4, nf4)  # [256, 2], the two weights of each byte
     packed, absmax = q.packed.view(-1, BLOCK // 2), nf4_absmax(q)[:, None]

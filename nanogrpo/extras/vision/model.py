@@ -15,14 +15,14 @@ Encoder.  The N patches of all pictures are concatenated; each picture attends t
           position:
           * Learned: a table [S, S, D] is interpolated linearly at y (S-1)/(h-1), x (S-1)/(w-1).
           * Rotary: the E dimensions form E/2 pairs. The first E/4 pairs are rotated by y f_i, and
-          the other E/4 pairs by x f_i. The
-            frequencies are f_i = 10000^(-4i/E) (Heo et al. 2024, arXiv 2403.13298, axial).
+            the other E/4 pairs by x f_i. The frequencies are f_i = 10000^(-4i/E) (Heo et al. 2024,
+            arXiv 2403.13298, axial).
 
 Merger.   Four neighbouring patches become one token: W2 gelu(W1 [n(x_0) … n(x_3)]), with a
           LayerNorm n.
 DeepStack (Meng et al. 2024, arXiv 2406.04334). A few encoder blocks have their own mergers, whose
-norm sees four patches at once. The outputs of these mergers are added to the hidden states of the
-image tokens after the first decoder layers.
+          norm sees four patches at once. The outputs of these mergers are added to the hidden
+          states of the image tokens after the first decoder layers.
 Rotary embedding of the decoder. A position has three axes: time, height, width (processor.py).
           Frequency i < E/2 uses the axis `VisionConfig.axes[i]`. In text, the positions on all axes
           are equal, so the result is ordinary rotary embedding.

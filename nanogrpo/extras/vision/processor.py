@@ -16,9 +16,9 @@ pixels (height × width), and its size is not limited. It is processed as follow
 * The positions for time are t t t t t t, for height h h h h+1 h+1 h+1, and for width w w+1 w+2 w
   w+1 w+2.
 
-Positions have three axes. Text has the same position on all axes. If p is the next position,
-the tokens of a picture are at (p, p + row, p + column). The text after the picture
-continues at p + max(rows, columns), although the picture has rows · columns tokens (Qwen2-VL, arXiv
+Positions have three axes. Text has the same position on all axes. If p is the next position, the
+tokens of a picture are at (p, p + row, p + column). The text after the picture continues at
+p + max(rows, columns), although the picture has rows · columns tokens (Qwen2-VL, arXiv
 2409.12191). Attention depends only on differences of positions, so we may shift all positions of a
 prompt: token i after the last picture is at position i. So completions, caches and packing can
 ignore pictures.
