@@ -67,7 +67,9 @@ def product(a: Tensor, b: Tensor, buffer: Tensor | None = None) -> Tensor:
 
 def _multiply(*args) -> Tensor:
     """Return a bᵀ + bias for the arguments a, b and bias, or a bᵀ if bias is None."""
-    return _onednn(*(x if x is None else x.float() for x in args), "none", [], "").type_as(args[0])
+    if args[0].dtype != torch.float32:
+        return _multiply(*(x if x is None else x.float() for x in args)).type_as(args[0])
+    return _onednn(*args, "none", [], "")
 
 
 class _Linear(torch.autograd.Function):

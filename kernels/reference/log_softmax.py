@@ -25,7 +25,7 @@ def blocks(logits: Tensor) -> Iterator[slice]:
     A softmax takes about fifteen passes over its rows. If all rows were processed at once, each
     pass would read and write main memory, and a softmax would take six times as long (docs/log.md).
     """
-    size = max(1, BLOCK // max(1, logits.shape[1]))
+    size = max(1, BLOCK // logits.shape[1])
     return (slice(start, start + size) for start in range(0, len(logits), size))
 
 
@@ -43,7 +43,7 @@ def log_softmax_forward(
     out = logits.new_empty(4, len(logits), dtype=accumulate(logits.dtype))
     for rows in blocks(logits):
         x = logits[rows].to(out.dtype)  # [n, V]
-        q = x.amax(-1) if x.numel() else x.new_zeros(len(x))  # [n]
+        q = x.amax(-1)  # [n]
         t = (x - q[:, None]) / temperature
         e = t.exp()
         # If there is only one long row, torch divides its sum among threads.
