@@ -35,7 +35,7 @@ POLL = 0.0005  # seconds between two checks of an NCCL broadcast; NCCL's own wai
 
 
 def device_facts(device: torch.device) -> dict[str, str]:
-    """Return the UUID of a process's GPU and its version of NCCL; both are "" on a CPU."""
+    """Return the UUID of this process's GPU and the version of NCCL; both are "" on a CPU."""
     if device.type != "cuda":
         return {"gpu": "", "nccl": ""}
     uuid = str(torch.cuda.get_device_properties(device).uuid)

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT = 5.0  # seconds between health checks of a server
 PATIENCE = 600.0  # seconds to wait for a server that we cannot restart
 PAUSE = 2.0  # seconds between two attempts to reach a lost server
-# The run ends after this many attempts in a row in which no server finishes a group.
+# The run ends if no server finishes a group in this number of consecutive attempts.
 # More attempts would rarely help: a restarted server usually fails like the old server.
 ATTEMPTS = 2
 

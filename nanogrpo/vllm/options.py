@@ -82,8 +82,8 @@ class VLLMOptions(Config):
         valid = all(gpu.isdecimal() for gpu in gpus) and len(set(gpus)) == len(gpus)
         if self.vllm_gpus and not valid:
             yield (
-                f"--vllm-gpus is {self.vllm_gpus!r}: write different numbers with commas, such as"
-                " 2,3."
+                f"--vllm-gpus is {self.vllm_gpus!r}: write different numbers, separated by"
+                " commas, such as 2,3."
             )
         if self.vllm_enable_sleep_mode and getattr(self, "max_staleness", False):
             yield (

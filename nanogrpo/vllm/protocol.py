@@ -1,9 +1,9 @@
-"""The requests for completions and their replies: pure functions on JSON.
+"""Make requests for completions, and read the replies, with pure functions on JSON.
 
 In: a prompt and SamplingParams, then a reply. Out: the body of `POST /inference/v1/generate`, then
-`Sample`s, or an error that says why the reply cannot be used. The route takes token ids
-and returns token ids. No text is tokenized again, so the tokens cannot change on the way.
-Read before: engine/base.py. Read next: client.py, which sends the requests.
+`Sample`s, or an error that says why the reply cannot be used. The route takes token ids and returns
+token ids. No text is tokenized again, so the tokens cannot change on the way. Read before:
+engine/base.py. Read next: client.py, which sends the requests.
 """
 
 import base64

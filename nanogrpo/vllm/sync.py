@@ -102,7 +102,7 @@ class WeightSync:
         if transport == "memory":
             server.post(CONNECT, {"init_info": info | {"handles": self.shared.handles()}})
             return
-        # torch's store gets this socket, or else it would listen on every network interface
+        # without this socket, torch's store would listen on every network interface
         sock = listen(server.reached_from)
         info |= {"address": server.reached_from, "port": sock.getsockname()[1]}
         info |= {"group": secrets.token_hex(8), "size": 1 + workers}
