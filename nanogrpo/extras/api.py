@@ -81,7 +81,8 @@ def train(
 
     The function `on_step` is called with the record of each step, on the main rank. The record also
     has the metrics of the last evaluation (`eval/…`). If the function returns `True`, the run saves
-    a checkpoint and ends. An interrupt, such as the notebook's stop button, has the same effect.
+    a checkpoint and ends. The run does the same after an interrupt, such as the notebook's stop
+    button.
 
     The function `features` gets the options, and returns further parts of the run (docs/fork.md).
 
@@ -157,7 +158,7 @@ def generate(
 
 @contextlib.contextmanager
 def _from_python() -> Iterator[None]:
-    """Show what a run logs, and write the options in error messages as in Python."""
+    """Show the log of a run. In error messages, write the names of options as in Python."""
     if os.environ.get("RANK", "0") == "0":
         logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
@@ -174,7 +175,9 @@ def _listed(given: Any) -> list:
 
 
 def _names(given: Given) -> dict[str, Any]:
-    """Return options with the names of the given objects, for the checks and the log."""
+    """Return the options that are given as objects, with the names of these objects as values. The
+    checks and the log use these names.
+    """
     names: dict[str, Any] = {
         "reward_funcs": tuple(
             f if isinstance(f, str) else f"{_name(f)} from Python" for f in given.reward_funcs
@@ -197,5 +200,5 @@ def _name(function: Any) -> str:
 
 @functools.cache
 def loop() -> dict[str, Callable]:
-    """Return the functions of train.py, which an import statement would not find in a wheel."""
+    """Return the functions of train.py. In a wheel, `import train` would not find this file."""
     return runpy.run_path(str(script("train.py")))

@@ -135,8 +135,8 @@ class _Linear(linear._Linear):
 
 
 class _Attention(torch.autograd.Function):
-    """(q, k, v, strip, attend, usual) → the attention output. The backward pass is the backward
-    pass of `usual`, the attention without --bitwise.
+    """(q, k, v, strip, attend, usual) → the attention output. The backward pass differentiates
+    `usual`, the attention without --bitwise.
     """
 
     @staticmethod

@@ -4,7 +4,7 @@
     echo "34+5-7=" | nanogrpo chat runs/demo/checkpoint-60 --temperature 0
 
 In: messages, one per line. Out: the model's answers, printed while they are sampled. The options
-are the options of train.py for the model and for sampling. For a checkpoint of a run, the options
+for the model and for sampling are the same as in train.py. For a checkpoint of a run, the options
 in TAKEN have the values of the run, unless you set them. Read next: engine/local.py (sampling),
 model/tokenizer.py (the chat template).
 """

@@ -1,8 +1,8 @@
-"""Read a command line with the options of all extras, also in TRL's spelling and names.
+"""Read a command line with the options of all extras. TRL's names and spelling are accepted, too.
 
 In: argv. Out: the full `Config` of options.py. attach.py uses this file for command lines that the
-core alone does not accept. Read before: cli.py. Read next: trl_names.py (what TRL's options
-become).
+core alone does not accept. Read before: cli.py. Read next: trl_names.py (the options that replace
+TRL's options).
 """
 
 import argparse
@@ -71,7 +71,7 @@ def parse(
     ours = {action.dest for action in program._actions}
     known = [f"--{dashed(name)}" for name in (*ours, *names)]
     notes, given = trl_names.Notes(), cli.Options()
-    presets: cli.Options = {}  # --profile and other options that are no fields of Config
+    presets: cli.Options = {}  # --profile and other options that are not fields of Config
     for first, *more in _chunks(words):
         with notes.mistake():
             option, equals, value = first.partition("=")
@@ -106,9 +106,10 @@ def parse(
 
 
 def of_run(model: str, taken: str) -> cli.Options:
-    """Return and print these options of the run that wrote a checkpoint, if its log is there.
+    """Return and print options of the run that wrote a checkpoint, or none if its log is missing.
 
-    `data` are the held-out prompts of the run. Options with their default values are left out.
+    `taken` has the names of the wanted options. `data` are the held-out prompts of the run. Options
+    with their default values are left out.
     """
     log = Path(model).parent / "metrics.jsonl"
     run = summarize(read_records(log)).options if taken and log.exists() else {}

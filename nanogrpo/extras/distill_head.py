@@ -1,14 +1,14 @@
 """The policy loss plus a divergence from one or several teachers over the full vocabulary. Both are
-computed in the same pass over the student's logits, of which only a chunk of rows exists at a time.
+computed in the same pass over the student's logits. Only one chunk of rows exists at a time.
 
 In: a batch, teachers with a factor for each token [M], and a divergence between two distributions.
 Out: a head operation, whose loss is the policy loss plus Σ_i weight_i Σ_teachers factor_i ·
 divergence_i. Its metric `distill/divergence` is the inner sum. Autograd differentiates the
 divergence of a chunk while its logits exist.
 
-Work. The student needs three matrix products, as without a teacher. Each teacher needs one more
-product. Memory. A chunk needs about ten float32 tensors of the size of its logits, so it has fewer
-rows than without a teacher. Nothing of a teacher is kept for the backward pass.
+Work. The student needs three matrix products, with or without a teacher. Each teacher needs one
+more product. Memory. A chunk needs about ten float32 tensors of the size of its logits, so it has
+fewer rows than without a teacher. Nothing of a teacher is kept for the backward pass.
 
 Read before: kernels/head.py, which calls `policy_rows_` on each chunk. Read next:
 examples/recipes/distill.py.

@@ -95,7 +95,7 @@ def most_uncertain(
     """
     values = [h.float().cpu() for h in entropies]
     chosen = [h[mask.cpu()] for h, mask in zip(values, trained)]
-    # The tensor rounds the threshold to float32, the dtype of the entropies.
+    # The threshold becomes a float32 tensor, so that it is rounded like the entropies.
     threshold = torch.tensor(quantile(torch.cat([torch.empty(0), *chosen]), 1 - share, world))
     return [(h >= threshold).to(mask.device) for h, mask in zip(values, trained)]
 

@@ -1,4 +1,4 @@
-"""Attend with flash-attn 4, and to shared prompts in a second call, so that no key is copied.
+"""Attention with flash-attn 4. A second call attends to shared prompts, so no key is copied.
 
 In: queries, keys and values, and the sequences (`Strip`), as for model/gpu_attention.py. Out: `[T,
 H, E]`. In the first call, each sequence attends to its own rows. In the second, all completions of
@@ -24,7 +24,7 @@ from nanogrpo.model.gpu_attention import BACKENDS
 
 @functools.lru_cache(maxsize=1)  # for all layers
 def calls_of(strip: Strip) -> list[Bounds]:
-    """Return the bounds of two calls that need no copies of keys, or of one if nothing is shared.
+    """Return the bounds of two calls, or of a single call if no prompt is shared. No key is copied.
 
     In the first call, each sequence attends to its own rows. In the second call, all completions of
     a prompt are one sequence, which attends to the rows of the prompt. All other rows are in
@@ -47,8 +47,8 @@ def calls_of(strip: Strip) -> list[Bounds]:
 
 
 def deterministic() -> bool:
-    """Return whether backward passes must be deterministic. As in torch's own attention, the passes
-    need not be deterministic if torch is set to warn only.
+    """Return whether backward passes must be deterministic. If torch is set to warn only, they need
+    not be. torch's own attention follows the same rule.
     """
     return torch.get_deterministic_debug_mode() == 2  # 1: warn only
 

@@ -2,16 +2,17 @@
 
 In the output head, a GPU multiplies 16-bit hidden states by 16-bit weights. It adds up the products
 in float32, and by default rounds each sum, a logit, to 16 bits. No other rounding changes a
-log-prob as much (docs/precision.md). With this option, logits stay float32. Their gradient is
-rounded to 16 bits, because it is a factor of two more products. If weights are float32, as in
-most runs on a CPU, the option changes nothing.
+log-prob as much (docs/precision.md). With this option, logits stay float32. Their gradient is still
+rounded to 16 bits, because two matrix products of the backward pass read it. If weights are
+float32, as in most runs on a CPU, the option changes nothing.
 
 In: a run. Out: the same run, whose engine and trainer use the products below. A vLLM server has an
 option of its own (vllm/feature.py).
 
-Bytes.      For N rows of logits, the product writes 4·N·V bytes. The kernel reads them twice and
-            writes 2·N·V bytes, which two products read: 18·N·V in total, and 12·N·V without this
-            option. An engine writes and reads twice as many bytes of logits.
+Bytes.      For N rows of logits, the product writes 4·N·V bytes, and the kernel reads them twice.
+            The kernel writes a gradient of 2·N·V bytes, and each of two products reads it once. The
+            total is 18·N·V bytes, or 12·N·V bytes without this option. An engine writes and reads
+            twice as many bytes of logits.
 Memory.     A chunk of C rows takes 6·C·V bytes: the logits, and their gradient in the buffer in
             which kernels/head.py would store 16-bit logits.
 
@@ -62,9 +63,9 @@ def decode_in_float32(engine: LocalEngine) -> None:
 
 def product(a: Tensor, b: Tensor, of: Callable[..., Tensor] = linear.product) -> Tensor:
     """Return a bᵀ: [N, D], [V, D] → [N, V] float32. If `of` is the product of kernels/exact.py, the
-    result has its bits.
+    result has the same bits as this product.
     """
-    if a.is_cpu:  # torch has no product of 16-bit matrices with a float32 result there
+    if a.is_cpu:  # on a CPU, torch cannot multiply 16-bit matrices into a float32 result
         return of(a.float(), b.float())
     if of is linear.product:
         return torch.mm(a, b.T, out_dtype=torch.float32)
@@ -72,8 +73,8 @@ def product(a: Tensor, b: Tensor, of: Callable[..., Tensor] = linear.product) ->
 
 
 def functions(device: torch.device) -> SimpleNamespace:
-    """Return the functions for a device, but with float32 logits of 16-bit matrices. In addition to
-    its result, `product` keeps its 16-bit buffer, for the gradient of the logits.
+    """Return the functions for a device. Their `product` returns float32 logits, also for 16-bit
+    matrices. The gradient of these logits is later stored in the 16-bit buffer of `product`.
     """
     base = dispatch.functions_for(device)
 

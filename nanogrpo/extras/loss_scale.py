@@ -3,15 +3,15 @@ pass, and the gradients are divided by it afterwards.
 
 The smallest float16 is 6e-8, and the gradient of a logit is often smaller, because each token has
 the weight 1 / (tokens of the step). Without a scale, such a gradient is rounded to 0. The largest
-float16 is 65,504. If a gradient exceeds it, the update is skipped and the scale is halved. After
-GROWTH updates without this, the scale is doubled. These are the rules of torch's GradScaler
-(Micikevicius et al. 2017, 1710.03740), with two differences:
+float16 is 65,504. If a gradient is above it, the update is skipped and the scale is halved. After
+GROWTH updates in a row that are not skipped, the scale is doubled. These are the rules of torch's
+GradScaler (Micikevicius et al. 2017, 1710.03740), with two differences:
 
 * The scale does not depend on the number of ranks. fsdp.backward multiplies the loss by this
   number, so the scale is divided by it. Also, a sum of finite gradients above 65,504 counts as too
   large, whether it was summed in float32 or in float16.
-* If the scale cannot be the reason, the run ends with an error, as without a scale. So it does if
-  the loss itself is not finite, or if the scale is 1.
+* If a smaller scale would not help, the run ends with an error, like a run without a scale. This is
+  the case if the loss itself is not finite, or if the scale is 1.
 
 In: a run. Out: the same run, with the scale in its checkpoints and in the log. Read before:
 kernels/head.py, run/optim.py. Read next: docs/precision.md.
@@ -94,8 +94,9 @@ class LossScale(Feature):
 
 
 def fused(state: Tensor) -> type[HeadPolicyLoss]:
-    """Return HeadPolicyLoss with scaled gradients of the logits. They are computed in its forward
-    pass, where nothing is known about the factor of the backward pass.
+    """Return HeadPolicyLoss with scaled gradients of the logits. The forward pass computes these
+    gradients. It must scale them itself, because autograd passes the scale only to the backward
+    pass.
     """
 
     class Scaled(HeadPolicyLoss):

@@ -16,19 +16,19 @@ has W GPUs and micro-batches of T tokens, and computes in a dtype of b = 2 bytes
   (--reshard-after-forward never). torch 2.11 gathers each byte of a 4-bit block as two bytes.
 * dequantized, b·D·F: the largest matrix in the compute dtype, with --load-in-4bit.
 * activations, T · per_token: for each layer (`activation_bytes`).
-* pictures, patches · per_patch: activations of a vision encoder (vision/model.py), if prompts
-  consist of pictures only.
+* pictures, patches · per_patch: activations of a vision encoder (vision/model.py), as if all
+  prompts consisted only of pictures.
 * key rows, 2·b·K·E · (Tk - T): in each layer, the keys and values of shared prompts, gathered once
   per completion.
 * logits, b·C·V + 4·V·D: one chunk of C rows, and the head's float32 gradient. With float32 logits
-  (--head-dtype), 6·C·V instead of b·C·V, for fewer rows C: the logits and their 16-bit gradient.
+  (--head-dtype), C is smaller, and the first term is 6·C·V: the logits and their 16-bit gradient.
 * engine, b·n + KV cache: the engine's copy of the weights. With --load-in-4bit, the engine's copy
   has only the adapters and, if W > 1, the 4-bit weights. The cache takes 2·b·K·E per layer and
   token, and holds all positions of all slots, or --cache-tokens tokens.
 * engine, b·n with vLLM: rank 0's copy of the weights to send, and the server, if the server is on
   rank 0's GPU.
 * checkpoint, 12·n/W + 4·n: copies on the host while they are written. Only rank 0 has the term 4·n.
-  It becomes 2·n if the base has 16 bits.
+  This term is 2·n if the base has 16 bits.
 * reference, 4·n/W: with beta > 0. This row also counts the reference's gathered root and, if the
   reference follows the policy, its copy in a checkpoint.
 * frozen models, 4·n/W + b·(n_r + 2·n_b) each: the model of --ref-model, and teachers of recipes.
@@ -207,7 +207,7 @@ def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
         gathered = root + 2 * block
     moments = round((2.05 if cfg.optim == "adamw_torch_8bit" else 8) * trained / W)
     T, Tk, several = longest_strip(cfg, W, longest_prompt)
-    # While several micro-batches are summed, a rank has the unsharded sum instead of its shards.
+    # While gradients of several micro-batches are summed, a rank has the whole sum, not a shard.
     summed = several and cfg.reduce_gradients != "micro_batch" and (W > 1 or host)
     kind, layers = cfg.checkpointing, c.num_hidden_layers
     whole, fused = is_whole(cfg, world), cfg.kernels != "torch"
@@ -335,10 +335,11 @@ def choose(inputs: Inputs, cfg: Config, available: int) -> Config:
 
     Sampling takes most of a step, and is faster if the cache holds more completions at a time. The
     cache starts at half of what all slots could need, because few completions reach the maximum
-    length. The cache is halved again only if none of SETTINGS fits. Finally, the cache gets the
-    remaining memory, except for twice MARGIN, but not more than all slots could need. There are
-    more than half of MOST_SLOTS only if the cache then holds half of what they could need. All
-    ranks must choose the same settings, so the choice is made for rank 0, which stores most.
+    length. The cache is halved again only if none of SETTINGS fits. Finally, the cache grows until
+    only 2 · MARGIN bytes are free, or until it holds all that the slots could need. The number of
+    slots exceeds MOST_SLOTS / 2 only if the cache holds at least half of what so many slots could
+    need. All ranks must choose the same settings, so the choice is made for rank 0, which stores
+    most.
     """
     size = inputs.world.size
     most = cfg.max_concurrent or min(-(-cfg.generation_batch_size // size), MOST_SLOTS)

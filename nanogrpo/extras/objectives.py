@@ -110,10 +110,9 @@ class Tokens(NamedTuple):
 def clipped(t: Tokens, cfg: ObjectivesOptions) -> Terms:
     """l = -min(min(w, δ)·A, clamp(w, 1-ε, 1+ε_high)·A): `clipped` of kernels/reference/policy.py.
 
-    Token-level ratios usually go through the fused head, which uses the same formula. `clipped`
-    is for sequence-level ratios (GSPO, Zheng et al. 2025,
-    2507.18071, and LUSPO 2026, 2602.05261) and the off-policy mask, where autograd must see all
-    tokens.
+    Token-level ratios usually go through the fused head, which uses the same formula. This function
+    is used in two cases, in which autograd must see all tokens: for sequence-level ratios (GSPO,
+    Zheng et al. 2025, 2507.18071, and LUSPO 2026, 2602.05261), and with the off-policy mask.
     """
     l, _, clip = policy.clipped(t.ratio, t.advantage, clip_of(cfg))
     return l, {"clip": clip}
@@ -196,8 +195,8 @@ TERMS: dict[str, Callable[[Tokens, Any], Terms]] = {
 
 
 def add(name: str, term: Callable[[Tokens, Any], Terms], average: str) -> None:
-    """Add a --loss-type. `average` is a built-in loss type. Tokens get the same weights as with
-    this type, such as "grpo" for a mean over completions and "dapo" for a mean over all tokens.
+    """Add a --loss-type. Tokens get the same weights as with the built-in loss type `average`. For
+    example, "grpo" gives a mean over completions, and "dapo" gives a mean over all tokens.
     """
     TERMS[name], DIVISORS[name] = term, DIVISORS[average]
     option = FIELDS["loss_type"]

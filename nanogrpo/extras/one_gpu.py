@@ -7,14 +7,14 @@ no changes. Each module also has a 16-bit copy under the parameter's name, and P
 copy first: an instance's `__dict__` comes before `nn.Module.__getattr__`.
 
 The copies are refreshed before a forward pass if the version of a master weight has changed, or if
-an optimizer has made a step, because a fused optimizer does not change the versions.
+an optimizer has made a step. A fused optimizer makes steps without changing the versions.
 
 The copies of q, k and v are slices of one matrix, and the copies of gate and up are slices of
-another matrix. So each input is multiplied once (`Products`). The gradients of such a matrix are
-accumulated in float32 by the matrix product itself, without a 16-bit gradient in between, and the
-master weights get slices of the sum. All other gradients are added to float32 sums as soon as they
-are complete. FSDP2 on one GPU gives the same results. But its hooks take as much host time as the
-forward pass, and it copies each gradient several times. Read before: distributed/fsdp.py.
+another matrix. So each input is multiplied once (`Products`). The matrix product itself adds the
+gradient of such a matrix to a float32 sum, so no 16-bit gradient is made. The master weights get
+slices of this sum. All other gradients are added to float32 sums as soon as they are complete.
+FSDP2 on one GPU gives the same results. But its hooks take as much host time as the forward pass,
+and it copies each gradient several times. Read before: distributed/fsdp.py.
 """
 
 import functools
@@ -47,7 +47,7 @@ class Joint:
         """Add dyᵀ x [ΣO, I] to the gradients of the master weights, which are slices of one sum."""
         grad = self.masters[0].grad
         if grad is not None:
-            add_product(grad._base, dy, x)  # in place, so the slices stay the gradients
+            add_product(grad._base, dy, x)  # in place, because the gradients are its slices
             return
         total = add_product(None, dy, x)
         for master, part in zip(self.masters, total.split_with_sizes(self.sizes)):

@@ -43,9 +43,9 @@ class ImportanceOptions(Core):
 
     vllm_importance_sampling_mode: str = option(
         "off",
-        "correct the gap between trainer and engine: with importance weights, per token or"
-        " sequence, or in the ratio, whose old log-probs are then the engine's; off: ratio with"
-        " max_staleness, otherwise nothing",
+        "how to correct the gap between trainer and engine: with importance weights per token or"
+        " sequence, or with the engine's log-probs as the old log-probs of the ratio (ratio); off:"
+        " ratio with max_staleness, otherwise no correction",
         choices=("off", "ratio", *WEIGHTED),
         words={"false": "off"},
     )
@@ -106,8 +106,8 @@ class PrecisionOptions(Core):
     )
     head_dtype: str = option(
         "model",
-        "dtype of the logits of 16-bit weights, in engine and trainer: float32, which brings their"
-        " log-probs closer together, or that of the weights",
+        "dtype of the logits if weights have 16 bits: the same as the weights (model), or float32,"
+        " which brings the log-probs of engine and trainer closer together",
         choices=("model", "float32"),
     )
 
@@ -234,7 +234,7 @@ class EstimatorsOptions(Core):
     advantage_estimator: str = option(
         "grpo",
         "baseline of a reward: the group's mean (grpo), the mean of the others (rloo), or the"
-        " group's mean, which also divides the difference (maxrl)",
+        " group's mean, by which the difference is then divided (maxrl)",
         group="Advantages",
         choices=("grpo", "rloo", "maxrl"),
     )
@@ -430,7 +430,7 @@ class ToolsOptions(Core):
     )
     rollout: str = option(
         "",
-        "function that decides when the model generates and inserts text in between:"
+        "function that decides when the model generates, and what it reads in between:"
         " module:function or file.py:function",
     )
 
@@ -474,7 +474,7 @@ class BestOptions(Core):
 
     load_best_model_at_end: bool = free_option(
         False,
-        "also keep the best checkpoint by evaluation, and name it at the end",
+        "also keep the checkpoint with the best evaluation, and print its name at the end",
         needs="eval_steps",
     )
     metric_for_best_model: str = free_option(
@@ -551,8 +551,8 @@ class Config(  # the last base class comes first in `--help-all`
     def from_trl(cls, args: Any = None, **given: Any) -> Config:
         """Return the options that replace TRL's options, and log each replacement.
 
-        `args` is a dict, or a GRPOConfig, of which only the values that differ from its defaults
-        are used. `given` are options under TRL's names or ours, and the arguments model,
+        `args` is a dict or a GRPOConfig. Only the values of a GRPOConfig that differ from its
+        defaults are used. `given` are options under TRL's names or ours, and the arguments model,
         processing_class and peft_config of TRL's GRPOTrainer (trl_objects.py). Raises UserError for
         all mistakes at once.
 
@@ -586,7 +586,7 @@ def layer(given: Options, notes: trl_names.Notes, kind: type[Config] = Config) -
             name = trl_names.RENAMED.get(theirs, theirs)
             type_, rules = rules_of(name, kind)
             ours: Any = rules.get("words", {}).get(str(value).lower(), value)
-            # our option may take several strings if TRL's option takes one
+            # our option may take several strings where TRL's option takes one
             several = type_.startswith("tuple") and (name != theirs or "choices" in rules)
             ours = [ours] if several and isinstance(ours, str) else ours
             row = trl_names.spelled({theirs: value}), trl_names.spelled({name: ours})

@@ -12,7 +12,7 @@ PROFILES: dict[str, dict] = {
     # The values are TRL's defaults, or common in published runs (DAPO, arXiv:2503.14476).
     # None of the values was tuned here.
     "full": {
-        "num_generations": 16,  # with more completions, hard problems are solved by some of them
+        "num_generations": 16,  # with more completions, some of them solve even hard problems
         "generation_batch_size": 512,  # 32 prompts per step
         # four updates of 128 completions per generation; clipping limits the change of the policy
         "steps_per_generation": 4,

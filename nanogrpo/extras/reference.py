@@ -3,7 +3,7 @@ reference that follows the policy (--ref-model-sync-steps, as in TRL).
 
 With --ref-model, --beta weights the KL to the model of another checkpoint. If this model is better
 than the policy, the policy learns from it (distillation). With --use-bias-correction-kl, the
-penalty has the same gradient as one advantage per token, β·(log π_ref - log π).
+penalty has the same gradient as a loss in which each token has the advantage β·(log π_ref - log π).
 
 Every `ref_model_sync_steps` steps, reference ← α · policy + (1 - α) · reference, with α =
 `ref_model_mixup_alpha`. Policy and reference are sharded in the same way, so each rank mixes its

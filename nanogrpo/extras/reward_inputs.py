@@ -43,7 +43,7 @@ NAMES = {"logp", "entropy", "pieces"}
 
 
 def asked(functions: Iterable[str | Callable]) -> set[str]:
-    """Return those of these arguments that at least one reward function names.
+    """Return the arguments in NAMES that at least one reward function has as a parameter.
 
     To find the arguments, the source code of a named function is read, but only the reward process
     runs the code. The reward process also reports errors in the source code.
@@ -93,8 +93,8 @@ class InformedEngine(Wrapper):
 
 @torch.no_grad()
 def add_entropies(run: Run, samples: Sequence[Sample]) -> None:
-    """Set the argument `entropy`: nats of the policy at the sampling temperature of training. Every
-    rank must call this function.
+    """Set the argument `entropy`: the policy's entropies, in nats, at the sampling temperature of
+    training. Every rank must call this function.
     """
     cfg = dataclasses.replace(run.cfg, mask_truncated_completions=False)
     facts = [s.facts._replace(all_gradients=True) for s in samples]

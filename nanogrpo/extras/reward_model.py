@@ -116,7 +116,7 @@ class RewardModel(nn.Module):
                 f"context is {context}); lower --max-completion-length or --max-prompt-length, or "
                 "use another model"
             )
-        # as in transformers, padding at the end is left out even if it belongs to the text
+        # as in transformers, remove all padding ids at the end, even if the text has them itself
         while len(ids) > 1 and ids[-1] == self.pad_token_id:
             ids.pop()
         return ids

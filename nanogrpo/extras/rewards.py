@@ -57,7 +57,7 @@ class Rewards(Feature):
 
 
 def advice_on(error: str, prompt: Prompt) -> str:
-    """Return advice for the error of a reward function that was called for this prompt."""
+    """Return advice for a reward function that failed with `error` on the `prompt`."""
     if missing := re.search(r"missing \d+ required .*?: '(\w+)'", error):
         near = difflib.get_close_matches(missing[1], [*RESERVED, *prompt.columns], n=1)
         meant = f"did you mean {near[0]}? The" if near else "the"

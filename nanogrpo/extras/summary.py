@@ -32,8 +32,10 @@ class Summary(NamedTuple):
     tokens: int  # of prompts and completions
 
     def rank(self, path: Path) -> float:
-        """Return the evaluation of a checkpoint if the run keeps the best checkpoint, or else its
-        step. You should use the checkpoint with the highest result.
+        """Return a number for a checkpoint. The checkpoint to use has the highest number.
+
+        If the run keeps the best checkpoint, the number is the result of the checkpoint's
+        evaluation. Otherwise, it is the step of the checkpoint.
         """
         step = int(path.name[11:])
         best = self.options.get("load_best_model_at_end")

@@ -232,8 +232,8 @@ UNSUPPORTED = table(
     """
 )
 
-# The default values in TRL of options that are refused.
-# For these options, the default and false are accepted and ignored.
+# Options that are refused, with their default values in TRL.
+# The default and false are accepted and ignored.
 NEUTRAL = {
     "log_multimodal": True,
     "sapo_temperature_pos": 1.0,
@@ -559,7 +559,7 @@ def _batch(given: Options, out: Options, notes: Notes) -> None:
 
 
 def _ours(given: Options, out: Options, notes: Notes) -> None:
-    """Translate values that only TRL allows, for options that both TRL and we have."""
+    """Translate values that only TRL allows, of options with the same name in TRL and here."""
     settings = out.get("chat_template_kwargs")
     if isinstance(settings, dict) and "enable_thinking" in settings:
         rest = {**settings}
@@ -573,7 +573,7 @@ def _ours(given: Options, out: Options, notes: Notes) -> None:
 
 
 def _take(theirs: Options, out: Options, notes: Notes, **ours: Any) -> None:
-    """Add the options that replace TRL's to `out`, and note the replacement."""
+    """Add `ours` to `out`, and note that these options replace `theirs`."""
     for name, value in ours.items():
         if out.get(name, value) != value:
             raise UserError(

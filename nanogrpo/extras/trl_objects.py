@@ -60,8 +60,8 @@ def options_of(
 
 
 def _of(config: Any, kind: str, *always: str) -> dict[str, Any]:
-    """Return the fields of a dataclass that differ from those of a new object, and the fields
-    `always`.
+    """Return the fields of a dataclass object whose values are not the defaults, and all fields
+    that are named in `always`.
     """
     if not all(hasattr(config, name) for name in always):
         raise UserError(f"{config!r:.60} is not a {kind}: give one, or leave it out.")

@@ -162,7 +162,7 @@ class Head:
         return head.head_policy_loss(hidden, lm_head, **self.replaced(targets), **more)
 
     def replaced(self, targets: Tensor) -> dict[str, Any]:
-        """Return the numbers of the rows [M] in place of targets, and functions that take them."""
+        """Return row numbers [M] to use as targets, and functions that accept such targets."""
 
         def of(function: Callable) -> Callable:
             def restricted(logits: Tensor, rows: Tensor, *more: Any, **others: Any) -> Any:

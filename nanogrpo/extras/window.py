@@ -41,7 +41,7 @@ class Windows:
 
 
 def read(raw: dict, where: str) -> dict:
-    """Return a config.json without windows, and with `layers` if the model has windows.
+    """Return a config.json in which `layers` replaces the fields of windows, if there are windows.
 
     `raw` is the dict of config.json, and `where` is the file's name. The core refuses the fields of
     a window that this function does not understand.

@@ -183,7 +183,7 @@ def leaves(samples, turns):
         (fills(versions=[7, 6]), r"turns.engine.version \(7\)"),
         (fills(token_ids=[1, 10_000]), "an id of the model's tokenizer"),
         (fills(logp=[-1.0, float("nan")]), "a log-probability"),
-        (fills(**dict.fromkeys(("token_ids", "is_model_token"), [1] * 17)), "length 16 of them"),
+        (fills(**dict.fromkeys(("token_ids", "is_model_token"), [1] * 17)), "length 16, tool"),
     ],
 )
 def test_a_rollout_that_cannot_be_trained_on_is_an_error(tokenizer, function, sentence):

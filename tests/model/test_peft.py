@@ -95,7 +95,7 @@ def test_adapters_are_not_added_to_weights_that_contain_them(bases, files, tmp_p
         again = ["--lora-r", "2", "--lora-adapter", str(adapter / "adapter")]
         assert train.main(arguments(second, files, tmp_path / "again", *again)) == 2
         error = capsys.readouterr().err
-        assert f"the weights of --model {second} already contain adapters to {base}" in error
+        assert f"the weights of --model {second} already contain adapters for {base}" in error
         assert error.count("\n") == 1
     # on a base that has adapters of an earlier run merged, those of a later one are fine
     more = ["--lora-r", "2", "--max-steps", "1"]

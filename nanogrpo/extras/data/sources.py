@@ -27,7 +27,7 @@ class Sources(Feature):
         self.options = cfg if isinstance(cfg, DataOptions) else DataOptions()
 
     def encode(self, prompt: Prompt, variables: dict, *_: Any) -> None:
-        """Parse those variables of the chat template that the data contain as JSON text."""
+        """Parse the variables of the chat template that are columns of the data."""
         for name in variables.keys() & prompt.columns.keys():
             variables[name] = _variable(variables[name])
 

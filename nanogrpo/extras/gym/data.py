@@ -24,7 +24,7 @@ from nanogrpo.feature import Feature
 from nanogrpo.rewards.plugin import split_arguments
 
 PREFIX = "reasoning_gym:"
-# The seed of held-out problems is larger by HELD_OUT.
+# Held-out problems have the seed `seed + HELD_OUT`.
 # Problem i is made from `seed + i`, so data sets with close seeds would share problems.
 HELD_OUT = 1_000_000_000
 EVALUATE = {

@@ -4,10 +4,10 @@ adapter_model.safetensors.
 In: a model with adapters (lora.py), and the options. Out: adapters, initialized or loaded, and
 folders that peft can load on top of the base model:
 `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)`. If the base was in
-four bits, the folder also has quantization_config.json, with the arguments of transformers'
-BitsAndBytesConfig that quantize a base model in the same way. PEFT's names of tensors are our names
-with a prefix and a suffix. PEFT features that we do not support are rejected with a message that
-names them. Read before: lora.py. Read next: run/state.py (when adapters are saved).
+four bits, the folder also has quantization_config.json. With the arguments in this file,
+transformers' BitsAndBytesConfig quantizes a base model in the same way. PEFT's names of tensors are
+our names with a prefix and a suffix. PEFT features that we do not support are rejected with a
+message that names them. Read before: lora.py. Read next: run/state.py (when adapters are saved).
 """
 
 import json
@@ -71,7 +71,7 @@ def initialize(model: Decoder, cfg: Config) -> None:
 
 
 def check_base(source: Path, cfg: Config) -> None:
-    """Raise UserError if --model already contains adapters to the base model of --lora-adapter.
+    """Raise UserError if --model already contains adapters for the base model of --lora-adapter.
 
     A run's checkpoint contains its merged weights and, in a subfolder, its adapters. `source` is
     the folder of --model.
@@ -84,7 +84,7 @@ def check_base(source: Path, cfg: Config) -> None:
         if base == merged:
             raise UserError(
                 f"--lora-adapter {cfg.lora_adapter}: the weights of --model {cfg.model} already "
-                f"contain adapters to {names[0]}, so a second set would be added: use --model "
+                f"contain adapters for {names[0]}, so a second set would be added: use --model "
                 f"{names[0]}."
             )
 

@@ -65,8 +65,8 @@ class LoRALinear(nn.Module):
         return found
 
     def full_weight(self) -> Tensor:
-        """Return W + scale · B A. The sum is computed in float32, and rounded once if both the
-        weight and the adapters have a lower precision.
+        """Return W + scale · B A. The sum is computed in float32. It is then rounded, unless the
+        weight or the adapters are float32.
         """
         w = nf4.Linear4bit.full_weight(self) if self.four_bits else gathered(self.weight)
         exact, a, b = _exact(w.dtype), gathered(self.lora_A), gathered(self.lora_B)

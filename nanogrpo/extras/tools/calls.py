@@ -233,7 +233,7 @@ class ToolCalls:
         # an answer of this length cannot fit, and encoding it would take minutes
         long = sum(len(answer.content) for answer in answers) > self.longest * turns.room(s)
         if long or len(ids := self._between(messages)) >= turns.room(s):
-            s.stopped = False  # the length limit ended the sample, not the model
+            s.stopped = False  # the sample ends at the length limit: the model did not end it
             return False
         turns.observe(s, ids)
         conversation.messages += messages
@@ -378,8 +378,8 @@ def types_of(schema: dict) -> list[str]:
 
 
 def converted(text: str, schema: dict) -> Any:
-    """Convert a string to the first type in a schema that fits it, as transformers and TRL do. A
-    string that fits no type is returned unchanged. The tool may refuse it.
+    """Convert a string to the first possible type of a schema, as transformers and TRL do. If no
+    type is possible, the string is returned unchanged. The tool may refuse it.
     """
     word = text.strip()
     for type in types_of(schema):

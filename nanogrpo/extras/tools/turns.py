@@ -209,5 +209,5 @@ class TurnsEngine(Wrapper):
             raise UserError(
                 f"{where} tokens that cannot be trained on: give each token an id of the model's "
                 f"tokenizer, a log-probability, turns.engine.version ({version}) and is_model_token"
-                f", and at most --max-completion-length {limit} of them, tool answers included."
+                f", and stay within --max-completion-length {limit}, tool answers included."
             )

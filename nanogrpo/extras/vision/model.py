@@ -187,7 +187,7 @@ class Encoder(nn.Module):
 
 
 class VisionBody(nn.Module):
-    """The encoder, and a decoder's body that receives its features."""
+    """The encoder, and the body of a decoder, which receives the encoder's features."""
 
     def __init__(self, cfg: VisionConfig, body: Body):
         super().__init__()
