@@ -59,7 +59,7 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
         allow_abbrev=False,
-        epilog=f"Other options go to vLLM. {SECRET} in the environment has the secret.",
+        epilog=f"Other options go to vLLM. The environment variable {SECRET} holds the secret.",
     )
     add = parser.add_argument
     add("--model", required=True, help="checkpoint folder or hub id")

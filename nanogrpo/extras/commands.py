@@ -26,7 +26,7 @@ HELP = """usage: nanogrpo COMMAND [options]
   plot     plot the log of a run
   view     look at a run in the browser: curves, completions and tokens
   doctor   list the versions of all packages, and what is missing
-  warmup   teach a tiny model some arithmetic, to try things on
+  warmup   make a tiny model that has learned some arithmetic
 
 nanogrpo COMMAND --help lists the options of a command."""
 

@@ -29,7 +29,7 @@ from nanogrpo.types import PackedBatch
 logger = logging.getLogger("nanogrpo")
 
 CISPO = "--loss-type cispo bounds each weight by --epsilon-high, here 0.2; its paper has 5"
-GSPO = "sequence ratios hardly reach --epsilon 0.2; GSPO has 3e-4, and --epsilon-high 4e-4"
+GSPO = "--epsilon 0.2 hardly clips sequence ratios; the paper has 3e-4, and --epsilon-high 4e-4"
 LUSPO = "--loss-type luspo has ratios per token; its paper has --importance-sampling-level sequence"
 TOP = "--top-entropy-quantile: with sequence ratios, all tokens of a completion have a gradient"
 
@@ -42,7 +42,7 @@ DIVISORS["luspo"] = lambda length, samples, tokens, cfg: samples
 
 class Objectives(Feature):
     def __init__(self, cfg: Any):
-        self.all_gradients = cfg.loss_constants.get("dppo_penalty", 0) > 0  # has no advantage
+        self.all_gradients = cfg.loss_constants.get("dppo_penalty", 0) > 0  # not scaled by A
         # The defaults are the same as in TRL. If a paper has other values, the log says so.
         by_sequence = cfg.importance_sampling_level == "sequence"
         if cfg.upper_epsilon == 0.2 and (by_sequence or cfg.loss_type == "cispo"):

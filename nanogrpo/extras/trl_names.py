@@ -139,7 +139,7 @@ INSTEAD = table(
 IGNORED = table(
     """
     bf16 tf32 torch_dtype
-        a GPU computes in bfloat16 and a CPU in float32, unless `--dtype` is given, weights are
+        a GPU computes in bfloat16 and a CPU in float32, unless `--dtype` is given; weights are
         trained in float32, and checkpoints have the dtype of the base model
     shuffle_dataset
         prompts are always shuffled, by `--seed` and epoch

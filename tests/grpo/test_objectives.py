@@ -242,7 +242,7 @@ SEQUENCE = {"importance_sampling_level": "sequence"}
 NOTES = {
     "cispo": ({"loss_type": "cispo"}, "its paper has 5"),
     "cispo as published": ({"loss_type": "cispo", "epsilon_high": 5.0}, None),
-    "gspo": (SEQUENCE, "GSPO has 3e-4"),
+    "gspo": (SEQUENCE, "paper has 3e-4"),
     "gspo as published": ({**SEQUENCE, "epsilon": 3e-4, "epsilon_high": 4e-4}, None),
     "luspo": ({"loss_type": "luspo", "epsilon": 2e-3}, "its paper has --importance-sampling-level"),
     "luspo as published": ({"loss_type": "luspo", **SEQUENCE, "epsilon": 2e-3}, None),

@@ -266,7 +266,7 @@ def test_a_damaged_run_says_on_the_page_what_is_missing(browser, tmp_path):
     (tmp_path / f"completions/pictures/{1:016x}.webp").unlink()
     opened(browser, tmp_path, view="tab=completions")
     assert texts(browser, ".notes li") == [
-        "There are no numbers of tokens: the run had no --log-tokens."
+        "There are no numbers for the tokens: the run had no --log-tokens."
     ]
     missing = "document.querySelectorAll('.pictures .faint').length"
     browser.run(f"while ({missing} < 2) await new Promise(setTimeout)")

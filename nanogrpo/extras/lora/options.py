@@ -38,6 +38,6 @@ class LoRAOptions(Config):
     )
     lora_adapter: str = option(
         "",
-        "folder of adapters in PEFT's format to start from; the reference model stays the base",
+        "folder of adapters in PEFT's format to start from; the base is still the reference model",
         needs="lora_r",
     )

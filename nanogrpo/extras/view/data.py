@@ -143,7 +143,7 @@ class Run:
         if not blocks["c"]:
             notes.append("There are no completions: the run had no --log-completions.")
         elif not tokens:
-            notes.append("There are no numbers of tokens: the run had no --log-tokens.")
+            notes.append("There are no numbers for the tokens: the run had no --log-tokens.")
         head: dict = next((r for r in reversed(records) if "run" in r), {"run": {}})
         options = {f"--{dashed(name)}": json.dumps(x) for name, x in head["run"].items()}
         usual = {f"--{dashed(f.name)}": json.dumps(f.default, default=str) for f in fields(Config)}
