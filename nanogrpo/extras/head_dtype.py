@@ -3,8 +3,8 @@
 In the output head, a GPU multiplies 16-bit hidden states by 16-bit weights. It adds up the products
 in float32, and by default rounds each sum, a logit, to 16 bits. No other rounding changes a
 log-prob as much (docs/precision.md). With this option, logits stay float32. Their gradient is still
-rounded to 16 bits, because two matrix products of the backward pass read it. If weights are
-float32, as in most runs on a CPU, the option changes nothing.
+rounded to 16 bits, because it is an input of two 16-bit matrix products. If weights are float32, as
+in most runs on a CPU, the option changes nothing.
 
 In: a run. Out: the same run, whose engine and trainer use the products below. A vLLM server has an
 option of its own (vllm/feature.py).

@@ -79,7 +79,7 @@ def read(kind: str, rope: dict, raw: dict, where: str) -> Scaling:
     """
     for name, plain in NEUTRAL.items():
         check(where, f"rope_type {kind} with {name}", rope.get(name), [plain, None])
-    # As in transformers, use the field in `raw`, else the field in `rope`, else the full context.
+    # As in transformers: the field in `raw`, else the field in `rope`, else the model's context.
     trained = raw.get(TRAINED) or rope.get(TRAINED) or raw.get("max_position_embeddings")
     given = {**rope, TRAINED: trained}
     return Scaling(kind, **{name: float(given[name]) for name in NUMBERS[kind]})
