@@ -38,10 +38,10 @@ def option(default: Any, help: str, *limits: str, **rules: Any) -> Any:
     """Declare a field of `Config`.
 
     Limits are written as "> 0" or "<= 1". `choices` lists the allowed values. `required` makes the
-    option mandatory; its text is the advice in the error message. `needs` says when this option has
-    an effect: only if another option is set ("eval_steps"), or only if another option has one of
-    some values ("loss_type=dapo|grpo"). `group` starts a new section of `--help`. `words` maps
-    other spellings, such as TRL's true and false, to the allowed values.
+    option mandatory; its text is the advice in the error message. `needs` is the condition under
+    which this option has an effect: another option is set ("eval_steps"), or has one of the listed
+    values ("loss_type=dapo|grpo"). `group` starts a new section of `--help`. `words` maps other
+    spellings, such as TRL's true and false, to the allowed values.
     """
     return field(default=default, metadata={"help": help, "limits": limits, **rules})
 
@@ -322,21 +322,21 @@ class Config:
     @property
     def slots(self) -> int:
         """The value of max_concurrent, or 64 if max_concurrent is not set. On a GPU, a feature sets
-        max_concurrent according to free memory.
+        max_concurrent to a value that suits the free memory.
         """
         return self.max_concurrent or 64
 
     @property
     def strip_tokens(self) -> int:
         """The value of token_budget, or 16,384 if token_budget is not set. On a GPU, a feature sets
-        token_budget according to free memory.
+        token_budget to a value that suits the free memory.
         """
         return self.token_budget or 16384
 
     @property
     def checkpointing(self) -> str:
-        """gradient_checkpointing, with "none" for "auto". On a GPU, a feature replaces "auto"
-        according to free memory.
+        """The value of gradient_checkpointing, or "none" if the value is "auto". On a GPU, a
+        feature first replaces "auto" with a value that suits the free memory.
         """
         return "none" if self.gradient_checkpointing == "auto" else self.gradient_checkpointing
 

@@ -27,7 +27,7 @@ class UserError(Exception):
         return CONTROL.sub("\ufffd", "\n       ".join(map(str, self.args)))
 
     def _render_traceback_(self) -> list[str]:
-        """Show a notebook only the message, without the traceback."""
+        """In a notebook, show only the message, without the traceback."""
         return [f"error: {self}"]
 
 

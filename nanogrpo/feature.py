@@ -66,8 +66,8 @@ class Feature:
     def running(self, run: Run) -> AbstractContextManager | None: ...
 
     # --- in each step, in this order ---
-    # Return other prompts for a step, for all ranks, as many as there are in `drawn`.
-    # Every rank must return the same prompts.
+    # Return the prompts that replace `drawn`, the prompts of a step on all ranks.
+    # Every rank must return the same prompts, as many as there are in `drawn`.
     def draw(self, run: Run, drawn: list[Prompt], seed: int, step: int) -> list[Prompt] | None: ...
     # Read or change the rewards, or replace samples in place.
     # The list contains the samples of this rank.

@@ -73,12 +73,12 @@ class Sample:
     arguments: dict = field(default_factory=dict)
     # the reward from each function, by function name; None if the function does not apply
     rewards: dict[str, float | None] = field(default_factory=dict)
-    # the lists of functions that return a value for each token; their sum is in `rewards`
+    # one value per token, from functions that return a list; the sum of a list is in `rewards`
     token_rewards: dict[str, list[float | None]] = field(default_factory=dict)
     # the weighted sum of the rewards; None if no function applied, or if the rewards were lost
     reward: float | None = None
     extra: dict = field(default_factory=dict)  # values that reward functions passed to log_extra
-    # with token advantages, the token advantage of the largest absolute value
+    # if `token_advantages` is set, the one with the largest absolute value
     advantage: float = 0.0
     # an advantage for each token, set only by features; None: `advantage` holds for all tokens
     token_advantages: list[float] | None = None
@@ -161,7 +161,7 @@ class PackedBatch:
     # [M] float32: the weight of the token in the loss (`token_weight` in grpo/loss.py)
     weight: Tensor
     sampling_logp: Tensor  # [M] float32: the engine's log-prob
-    # [M] float32: the log-prob under the policy that sampled, or None on policy (the ratio is 1).
+    # [M] float32: the log-prob under the policy that sampled the token. None: on policy (ratio 1).
     # The trainer computes old_logp before the first update, unless a feature has set it.
     old_logp: Tensor | None = None
     # [M] float32: the log-prob under the reference model; None: beta is 0

@@ -226,7 +226,7 @@ MODELS = {
     ),
     "a tokenizer with more ids": (
         fewer_words,
-        r"tokenizer\.json has ids up to 103 but config\.json a vocab_size of 50: take",
+        r"tokenizer\.json has ids up to 103, but the vocab_size in config\.json is 50: use",
     ),
     "no tokenizer": (remove("tokenizer.json"), r"base/tokenizer\.json cannot be read \(No such"),
     **{

@@ -114,7 +114,7 @@ def load(
     if ignored := (cfg.chat_template_kwargs or {}).keys() - read:
         raise UserError(
             f"--chat-template-kwargs sets {min(ignored)}, but the model's chat template reads "
-            f"{', '.join(sorted(read)) or 'no variables'}: leave it out."
+            f"{', '.join(sorted(read)) or 'no variables'}: leave this variable out."
         )
     prompts: list[Prompt] = []
     first_id, system = 0, system_prompt(cfg.system_prompt)

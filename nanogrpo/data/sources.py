@@ -12,7 +12,7 @@ from typing import Any
 from nanogrpo.errors import UserError, reading
 from nanogrpo.feature import Feature, first
 
-Record = tuple[str, dict]  # location, such as "file.jsonl:12" or "arithmetic, row 3"; and record
+Record = tuple[str, dict]  # ("file.jsonl:12", record) or ("arithmetic, row 3", record)
 # A source is a name, a list of records (dicts), or another object that a feature can read.
 Source = Any
 
@@ -39,7 +39,7 @@ def read(source: Source, split: str = "train", features: Sequence[Feature] = ())
 
 
 def name(source: Source) -> str:
-    """Return the name of a source for messages. A list of records is called "data"."""
+    """Return the name of a source, for use in messages. A list of records is called "data"."""
     return source if isinstance(source, str) else "data"
 
 
@@ -47,8 +47,8 @@ def _json_lines(path: Path) -> Iterator[Record]:
     """Yield the records of a file. Lines are counted from 1, including blank lines."""
     if not path.is_file() or path.suffix not in (".jsonl", ".json"):
         raise UserError(
-            f"{path} is not a .jsonl file: name one, `arithmetic` (a built-in task), or another "
-            "source that docs/data.md lists."
+            f"{path} is not a .jsonl file: name such a file, `arithmetic` (a built-in task), or "
+            "another source that docs/data.md lists."
         )
     # Only b"\n" ends a line. The method str.splitlines also splits at U+2028, which JSON allows.
     number, advice = 1, "each line must be one complete JSON object"

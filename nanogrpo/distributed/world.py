@@ -236,5 +236,5 @@ def _connect(cfg: Config, world: World) -> None:
             "can reach that address, or choose another port (torchrun --master-port)."
         ) from e
     if world.size > 1:
-        # Another thread may block the connection of `store`, so the clone has its own.
+        # Another thread may block the connection of `store`, so the clone has its own connection.
         failure.store = dist.PrefixStore("failure", store.clone())

@@ -20,8 +20,8 @@ from nanogrpo.types import Prompt, Sample
 class SamplingParams:
     """How completions are sampled.
 
-    Log-probs are those of softmax(logits / temperature) over the tokens that top_k, and then top_p,
-    keep, as in transformers.
+    The log-probs are those of softmax(logits / temperature). As in transformers, this softmax
+    includes only the tokens that remain after top_k and then top_p.
     """
 
     temperature: float = 1.0  # 0 means greedy sampling, with log-probs at temperature 1

@@ -10,7 +10,7 @@ attention output [b, H, E], where each token attends to its own sequence. The ca
     `reserve` reserves memory for the next tokens of all rows.
     `keep` drops the finished rows, and moves other rows into the gaps.
     `begin` prepares a decode step.
-    Each layer then calls the cache itself, to compute attention.
+    Each layer then calls the cache as a function, which computes attention.
 
 In this file, a row is one contiguous block of memory. Pages would be slow on a CPU: a matrix
 product needs all keys of a row in one place, and copying the keys there takes longer than reading
@@ -84,8 +84,9 @@ class KVCache:
         return True
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Copy row rows[i] to row i, for each i. A row that is copied must not be overwritten by
-        another copy."""
+        """Copy row rows[i] to row i, for each i. No row may be the source of one copy and the
+        target of another.
+        """
         target = [i for i, row in enumerate(rows) if row != i]
         source = [rows[i] for i in target]
         if target:

@@ -76,7 +76,7 @@ class Runner:
         sampled = []
         for _ in range(steps):
             logp = self.step(b, params)
-            # with the bits of log-probs as integers, one transfer is enough
+            # log-probs travel as integers with the same bits, so one transfer is enough
             sampled.append(torch.stack((self.state[0, :b], logp.view(torch.int32))))  # [2, b] int64
         tokens, bits = torch.stack(sampled, 1).cpu()  # the host waits for the GPU
         logp = bits.int().view(torch.float32)

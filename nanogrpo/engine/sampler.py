@@ -15,7 +15,7 @@ from nanogrpo.model.dispatch import functions_for
 
 
 def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Return logits [b, V], with -inf for each token that top_k, or then top_p, removes."""
+    """Return logits [b, V] after the filters top_k and then top_p: removed tokens have -inf."""
     if 0 < params.top_k < logits.shape[-1]:
         kth = logits.topk(params.top_k).values[:, -1:]  # [b, 1]; tokens tied with the k-th are kept
         logits = logits.masked_fill(logits < kth, float("-inf"))

@@ -11,8 +11,8 @@ The schedule is a pure function of the facts, so all ranks compute the same sche
 communication. The schedule affects only the speed, and not the gradient, so you can skip this file
 if you use one GPU. Completions whose advantage is 0 have no gradient, unless the loss has a term
 without the advantage (`has_gradient` in loss.py). If a data set is very easy or very hard, the
-advantages of most groups are 0. The normalizer counts the tokens of completions without a gradient,
-but no strip contains them. Read next: packing.py (how a strip becomes tensors).
+advantages of most groups are 0. Completions without a gradient are in no strip, but the normalizer
+counts their tokens. Read next: packing.py (how a strip becomes tensors).
 """
 
 import itertools

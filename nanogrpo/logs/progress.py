@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from nanogrpo.config import Config
 
 EVERY = 20  # rows between two headers
-FLAT = 5  # a warning follows this many steps without a learning signal
+FLAT = 5  # steps without a learning signal before a warning
 
 
 def print_line(text: str) -> None:

@@ -164,7 +164,8 @@ class Body(nn.Module):
 
 
 class Head(nn.Module):
-    """The output matrix [V, D]. The caller passes the function `op(hidden, weight)` to compute.
+    """The output matrix [V, D]. `forward` returns the result of `op`, a function that the caller
+    passes.
 
     Only this module's `forward` uses the weight, so FSDP can gather it once per call.
     """
@@ -206,7 +207,7 @@ class Decoder(nn.Module):
 
     @classmethod
     def from_config(cls, raw: dict, where: str) -> "Decoder":
-        """Return a new model for the fields of a config.json, which errors call `where`."""
+        """Return a new model for the fields of a config.json. Errors call this file `where`."""
         return cls(ModelConfig.from_dict(raw, where))
 
     def arranged(self, found: Iterable[tuple[str, Any]], where: str) -> Iterable[tuple[str, Any]]:

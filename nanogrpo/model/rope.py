@@ -14,7 +14,8 @@ from torch import Tensor
 
 # Some models change the frequencies for longer contexts.
 # SCALINGS maps a rope_type to a function that reads from config.json how the frequencies change.
-# Its arguments are the rope_type, the JSON object with it, all of config.json, and the file's name.
+# Its arguments are the rope_type, the JSON object that contains the rope_type, all of config.json,
+# and the file's name.
 # It returns an object with `frequencies` and `to_dict`.
 SCALINGS: dict[str, Callable[[str, dict, dict, str], Any]] = {}
 

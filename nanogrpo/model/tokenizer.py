@@ -168,9 +168,9 @@ class Tokenizer:
         stops = [stop for stop in found if stop is not None]
         if not stops or any(s not in range(self.vocab_size) for s in stops):
             raise UserError(
-                f"{self._folder}: the eos_token of tokenizer_config.json, or the eos_token_id of "
-                "generation_config.json or config.json, is missing or not in tokenizer.json: "
-                "correct it, or completions never stop."
+                f"{self._folder}: the end token (eos_token in tokenizer_config.json, or "
+                "eos_token_id in generation_config.json or config.json) is missing or not in "
+                "tokenizer.json: correct it, because completions would never stop."
             )
         return [*dict.fromkeys(stops)]
 

@@ -26,7 +26,7 @@ FORMULA = re.compile(
     r"|\\\(((?:(?!\\\)).){1,500})\\\)|\\\[((?:(?!\\\]).){1,500})\\\]",
     re.DOTALL,
 )
-# The text before a formula that is the answer, including the formula's delimiter.
+# The text before a formula, and the delimiter of the formula, if this formula is the answer.
 ANSWER_IS = re.compile(
     r"answer(?:(?!\bnot\b|\\[(\[])[^$]){0,50}(?:\$\$?|\\[(\[])?\Z", re.IGNORECASE
 )
@@ -75,8 +75,8 @@ def extract_reference(*texts: str) -> str:
 
     A box, a tag or a number after #### marks an answer. If the first of the given texts contains no
     marked answer, the shortest text is used. If this text contains no marked answer either, but
-    both words and formulas in delimiters, its last formula is the answer. Otherwise the full text
-    is the answer.
+    contains words and formulas in delimiters, the last of these formulas is the answer. Otherwise,
+    the full text is the answer.
     """
     marked = _boxes(texts[0]) or re.search("</answer>|####[^a-zA-Z]*[0-9]", texts[0])
     text = texts[0] if marked else min(texts, key=len)

@@ -1,10 +1,10 @@
 """Define the built-in reward functions, and load any reward function by its name.
 
 In: completions and the columns of the data, as lists (rewards/call.py defines the signature). Out:
-a number or None for each completion. The functions have the same names as in TRL (trl.rewards),
-also in the logs. The functions return the same values as in TRL, except that `accuracy_reward`
-understands more notations (docs/rewards.md). `format` is our own function. Read next:
-rewards/answers.py (what counts as an answer), rewards/scorer.py, which calls the functions.
+a number or None for each completion. The functions have the same names as in TRL (trl.rewards), and
+the logs use these names, too. The functions return the same values as in TRL, except that
+`accuracy_reward` understands more notations (docs/rewards.md). `format` is our own function. Read
+next: rewards/answers.py (what counts as an answer), rewards/scorer.py, which calls the functions.
 """
 
 import difflib
@@ -112,7 +112,7 @@ def load_function(spec: str) -> Callable:
     if function is None:
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
         raise UserError(
-            f"--reward-funcs: {name!r} is neither package.module:name nor path/file.py:name, nor "
+            f"--reward-funcs: {name!r} is unknown; give package.module:name, path/file.py:name, or "
             f"one of {', '.join(BUILT_IN)}, … (docs/rewards.md)"
             + (f"; did you mean {near[0]}?" if near else "")
         )

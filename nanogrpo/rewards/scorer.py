@@ -100,9 +100,9 @@ class Scorer:
             needed = need if option == "--data" else len(need) == len(self.calls)
             if needed and given and is_missing:
                 raise UserError(
-                    f"{option} has no text or number in a column solution or answer, but "
-                    f"{need[0]} needs one: name another column with --answer-column, or other "
-                    "--reward-funcs."
+                    f"{option} has no text or number in the columns solution and answer, but "
+                    f"{need[0]} needs one: name another column with --answer-column, or choose "
+                    "other --reward-funcs."
                 )
 
     def score(self, samples: Sequence[Sample], state: TrainerState = START) -> None:

@@ -10,7 +10,7 @@ the operating system limits this process to SECONDS of processor time and MEMORY
 that exceeds the time limit is killed, even inside C code. If the process is killed, its pair counts
 as different, and the next pair starts a new process. Math-verify's own time limit is not used, for
 two reasons. Math-verify's limit depends on signals, which work only in a main thread. Math-verify's
-limit also measures wall-clock time, so the load of the machine could change a verdict.
+limit also measures wall-clock time, so the load of the machine could change a result.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ logger = logging.getLogger("nanogrpo")
 
 SECONDS = 2  # processor time in seconds for a pair; most pairs need milliseconds
 MEMORY = 2 << 30  # bytes of address space
-MAX_LOST = 20  # pairs that may exceed their limits in one call
+MAX_LOST = 20  # maximum number of pairs that exceed their limits in one call
 JUDGE = f"{__name__}:judge"
 
 Pair = tuple[str, str]

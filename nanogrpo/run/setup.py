@@ -123,8 +123,8 @@ def load(
     model = empty_model(source, features)
     if tokenizer.vocab_size > model.cfg.vocab_size:  # more ids are padding
         raise UserError(
-            f"tokenizer.json has ids up to {tokenizer.vocab_size - 1} but config.json a vocab_size "
-            f"of {model.cfg.vocab_size}: take the tokenizer that belongs to the weights."
+            f"tokenizer.json has ids up to {tokenizer.vocab_size - 1}, but the vocab_size in "
+            f"config.json is {model.cfg.vocab_size}: use the tokenizer that belongs to the weights."
         )
     rewards = Scorer(cfg, world.device, features, given.reward_funcs)
     context = model.cfg.max_position_embeddings

@@ -233,7 +233,7 @@ class Saver:
             for name in sorted(hashes)[world.rank :: world.size]:
                 # earlier versions stored the names of state/ without the folder
                 if hashes[name] not in map(digest, folder.rglob(name)):
-                    raise ValueError(f"{name} is missing, or does not have its hash in {STATE}")
+                    raise ValueError(f"{name} is missing, or its hash is not the one in {STATE}")
             stored = reader.read_metadata().state_dict_metadata
             if any(name.startswith("master.") and name not in mine for name in stored):
                 raise ValueError("it has more weights than the model")

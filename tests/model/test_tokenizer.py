@@ -223,10 +223,10 @@ LOOPS = "".join(f"{{% for i{n} in messages %}}" for n in range(60)) + "{% endfor
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"config": {"eos_token": None}}, "the eos_token .* is missing"),
+        ({"config": {"eos_token": None}}, "the end token .eos_token .* is missing"),
         (
             {"config": {"eos_token": "<eos>"}},
-            "the eos_token of tokenizer_config.json, or .* not in tokenizer.json",
+            "end token .eos_token in tokenizer_config.json, .* not in tokenizer.json",
         ),
         ({"generation": [1]}, r"/generation_config\.json holds no JSON object"),
         ({"template": "{% if %}"}, r"the chat template of \S+ cannot be compiled"),

@@ -76,7 +76,7 @@ def test_the_model_does_without_the_hint(tmp_path, tiny_base, files):
 
 @pytest.mark.parametrize(
     ("column", "problem"),
-    [("nothing", "has no such column"), ("h", "some do not fit into the context")],
+    [("nothing", "has no such column"), ("h", "some hints exceed the context")],
 )
 def test_hints_that_are_missing_or_too_long_are_one_sentence(
     column, problem, tmp_path, tiny_base, files, capsys

@@ -123,7 +123,7 @@ def test_answers_to_compare_with_are_required(name):
     own.check(prompts(answer=7), prompts(solution="7"))
     for columns in ({}, {"answer": None}, {"solution": " "}, {"answer": [7]}):
         for given in ((prompts(**columns), []), (prompts(answer=7), prompts(**columns))):
-            with pytest.raises(UserError, match="has no text or number in a column solution or"):
+            with pytest.raises(UserError, match="has no text or number in the columns solution"):
                 own.check(*given)
     runner("format").check(prompts(), prompts())
 
@@ -188,7 +188,7 @@ def test_functions_factories_and_classes_of_the_user_take_arguments(own, timeout
         ("soft_overlong:soft_punish_cache=1000", "max_completion_len is 100 and soft_punish_cache"),
         ("repetition_penalty:ngram_size=0", "ngram_size is 0 and"),
         ("repetition_penalty:max_penalty=1", "max_penalty is 1: the"),
-        ("acuracy", "nor one of accuracy, .*docs/rewards.md.; did you mean accuracy?"),
+        ("acuracy", "or one of accuracy, .*docs/rewards.md.; did you mean accuracy?"),
         ("math:", "is neither package.module:name nor path/file.py:name"),
         ("no_such_package.rewards:f", "importing .* raised ModuleNotFoundError"),
         ("nowhere/file.py:f", "importing 'nowhere/file.py' raised FileNotFoundError"),

@@ -308,7 +308,7 @@ def test_a_flipped_bit_in_any_file_is_found(tmp_path, tiny_base, two_saves):
         flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         path.write_bytes(flipped)
         name = path.relative_to(folder)
-        message = rf"is damaged, .* \({name} .* does not have its hash in state.json\): remove"
+        message = rf"is damaged, .* \({name} .* its hash is not the one in state.json\): remove"
         with pytest.raises(UserError, match=message):
             start(tmp_path, tiny_base, resume=True)
         path.write_bytes(data)
