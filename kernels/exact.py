@@ -18,8 +18,8 @@ Remedy.     The order of each sum must depend only on the position of the token 
               from the first key of the sequence. A block that a query does not see adds exactly 0,
               so it does not matter how many blocks follow.
             * RMSNorm, rotation and log-softmax already compute each row independently, so they are
-              not replaced. PyTorch's silu is replaced. If the number of elements is not a multiple
-              of the vector width, it uses another formula for the last elements of a tensor.
+              not replaced. PyTorch's silu is replaced, because it uses another formula for the last
+              elements of a tensor if the number of elements is not a multiple of the vector width.
             * Sampling and training compute the log-prob with the same function.
 Cost.       On one core, a product with tiles of 64 rows takes 1.4 times as long as one product of
             1024 rows. A decode step with fewer than 64 rows computes 64 rows.
@@ -55,10 +55,10 @@ def attend(
     """Return the attention output for q [T, H, E] with `heads` key heads, in tiles of queries.
 
     `tiles` contains the int64 vectors first, count, seen and start [tiles], and at [keys]. The
-    queries of a tile are the rows first … first + count of q, at most QUERIES. The first query of a
-    tile sees `seen` keys, and each further query sees one key more. The address of key i of key
-    head h is at[start + i] + h · `head_stride`. An address is an index into k and v, which are
-    contiguous.
+    queries of a tile are the rows first … first + count of q. These are at most QUERIES rows. The
+    first query of a tile sees `seen` keys, and each further query sees one key more. The address of
+    key i of key head h is at[start + i] + h · `head_stride`. An address is an index into k and v,
+    which are contiguous.
 
     For each block of keys, with the running maximum m, sum l and result o (Milakov and Gimelshein
     2018, 1805.02867):

@@ -13,8 +13,8 @@ Why.        On a CPU, torch computes float32 matrix products with the BLAS that 
             a transposed view of B directly, but copies a transposed view of A. A call of oneDNN
             takes 10 µs longer to start than a call of MKL. If oneDNN must generate code for a new
             number of rows, it takes half a millisecond longer.
-16 bits.    On a CPU without instructions for 16-bit products, torch's own are 3 to 25 times slower
-            than float32 products.
+16 bits.    On a CPU without instructions for 16-bit products, torch computes them 3 to 25
+            times slower than float32 products.
 Elsewhere.  GPUs, float64, autocast and small products use F.linear. The setting
             torch.backends.mkldnn.flags(enabled=False) turns oneDNN off, both here and in torch.
 

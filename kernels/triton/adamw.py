@@ -11,7 +11,7 @@ Equation.   g' = c g, where c = min(1, limit / norm) clips the gradient;
 Derivation. m and v start at 0. If all gradients had the same distribution, the mean of m after t
             steps would be Σ_i (1 - β₁) β₁ⁱ = 1 - β₁ᵗ times the mean of g'. Dividing by 1 - β₁ᵗ
             removes this factor, and 1 - β₂ᵗ does the same for v. Each number of the weight is
-            updated alone, so only the norm must be known beforehand.
+            updated independently, so only the norm must be known beforehand.
 Bytes.      The kernel reads 16 bytes per number and writes 14. The norm reads 4 more. With separate
             kernels, clipping moves 8 bytes, torch's fused AdamW 28, and the copy 6. So 34 bytes
             instead of 46 are moved: 6.8 instead of 9.2 ms for Qwen3-0.6B at 2.97 TB/s.

@@ -12,11 +12,11 @@ Example.    In the strip of ../sharing.py, the prompt pqr has the completions a 
             backward pass, a program of `keys_kernel` has the keys p q r. It visits the rows of p,
             q, r, a, d and e, which are adjacent, and hides each query from later keys. So it adds
             up the gradients over all completions in a fixed order, without atomics or copies.
-Rows.       Query i of the g-th of the HEADS = H/K heads with one key head is row i·HEADS + g. A
-            program has ROWS such rows, so each key that it loads serves all HEADS heads.
+Rows.       HEADS = H/K query heads share a key head. Query i of the g-th of these heads is row
+            i·HEADS + g. A program has ROWS such rows, so each key that it loads serves all heads.
 Edges.      Most blocks of keys are visible to all rows of a program. A first loop, without masks,
-            processes these blocks. A second loop, with masks, processes the other blocks, which
-            are the end of the prompt and the last own keys.
+            processes these blocks. A second loop, with masks, processes the other blocks: the
+            end of the prompt, and the last keys of the sequence itself.
 Bytes.      In bfloat16, the forward moves 4·T·(H + K)·E and the backward 12·T·(H + K)·E, if the
             L2 cache holds the keys of a group. For each number of lse and delta, 4 bytes are added.
             No key row is copied. With gathered keys, the gathers move 8·Tk·K·E, and the sums of
@@ -63,8 +63,8 @@ def no_keys(ROWS, E):
 
 @triton.jit
 def add_keys(m, l, o, x, v):
-    """Return the running maximum m and sum l [rows] and result o [rows, E] with more keys, which
-    have the scores x [rows, keys] in base 2, and the values v [keys, E].
+    """Add keys with the scores x [rows, keys] in base 2 and the values v [keys, E]. Return the new
+    running maximum m and sum l [rows], and the new result o [rows, E].
     """
     m_new = tl.maximum(m, tl.max(x, 1))
     p = tl.exp2(x - m_new[:, None])
@@ -84,8 +84,9 @@ def visible(CU, PROMPTS, HEADS, ROWS, KEYS):
     """Return the range of a program's rows, the keys that all of these rows see, and the keys that
     only some of them see.
 
-    Keys are returned as a range of keys of the prompt and a range of own keys. The last rows of a
-    sequence see the most keys, so they come first.
+    Each set of keys is returned as four numbers: the start and the end of a range of the prompt's
+    keys, and of a range of the keys of the sequence itself. The last rows of a sequence see the
+    most keys, so the first programs process these rows.
     """
     n = tl.program_id(0)
     first = tl.load(CU + n)
@@ -179,8 +180,8 @@ def keys_kernel(
 ):  # fmt: skip
     """Program (n, key head, b) computes dk and dv of block b of the keys of sequence n.
 
-    The rows that see these keys follow each other, up to the end of the last completion. Some keys
-    are hidden only from the rows of the same KEYS tokens.
+    The rows that see these keys are adjacent, and end with the last completion. Only the rows of
+    the block's own tokens need a mask, because all later rows see every key of the block.
     """
     n = tl.program_id(0)
     first = tl.load(CU + n) + tl.program_id(2) * KEYS

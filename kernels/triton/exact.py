@@ -12,8 +12,8 @@ Attention.  Program (tile, k) computes 16 queries of a sequence for key head k, 
             maximum and sum of ../exact.py. `KEYS_AT` has the address of each key of a sequence, so
             the same kernel reads a strip and the pages of the engine's cache. A decode step has
             one query per sequence, and its other 15 rows are empty.
-Bytes.      The product reads each tile of b for every 64 rows of a: with more than 64 rows, mostly
-            from L2. Attention reads each key once per 16 queries.
+Bytes.      The product reads each tile of b once for every 64 rows of a. If there are more rows,
+            most of these reads hit the L2 cache. Attention reads each key once per 16 queries.
 """
 
 import torch
@@ -65,7 +65,9 @@ def attend_kernel(
     Q, K, V, Y, FIRST, COUNT, SEEN, START, KEYS_AT, q_stride, head_stride, scale,
     HEADS: tl.constexpr, E: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, k): COUNT queries from row FIRST; the first one sees SEEN keys."""
+    """Program (tile, k) computes COUNT queries for key head k. The first query is in row FIRST and
+    sees SEEN keys, and each further query sees one key more.
+    """
     tile, k_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     count = tl.load(COUNT + tile)
     if count == 0:

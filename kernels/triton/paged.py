@@ -150,10 +150,10 @@ def paged_attention(
     """Normalize and rotate q [b, H, E] and k [b, K, E], write k and v to the pages of b rows, and
     return the attention output [b, H, E].
 
-    rotation: the last five arguments of `norm_rope`. The other shapes are positions [b] int64,
-    table [B, pages of a row] int32, and keys and values [pages, K, PAGE, E]. The key of row r is
-    written to position positions[r] % PAGE of the page table[r, positions[r] // PAGE]. If `window`
-    is not 0, a token attends only to itself and the window - 1 tokens before it.
+    `rotation` holds the last five arguments of `norm_rope`. The other shapes are positions [b]
+    int64, table [B, pages of a row] int32, and keys and values [pages, K, PAGE, E]. The key of row
+    r is written to position positions[r] % PAGE of the page table[r, positions[r] // PAGE]. If
+    `window` is not 0, a token attends only to itself and the window - 1 tokens before it.
     """
     q, k, v = adjacent(q), adjacent(k), adjacent(v)
     b, H, E = q.shape

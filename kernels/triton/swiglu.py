@@ -28,8 +28,8 @@ BLOCK, WARPS = 1024, 4  # each thread loads 16 bytes of bfloat16 at once
 
 @triton.jit
 def inputs(GATE, UP, g_stride, u_stride, F, blocks, BLOCK):
-    """Return the row and the columns of a program, which processes one block of a row, and its
-    numbers of gate and up.
+    """Return the row, the columns, gate and up of a program. Each program processes one block of a
+    row.
     """
     row = (tl.program_id(0) // blocks).to(tl.int64)
     j = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -54,7 +54,7 @@ def backward_kernel(GATE, UP, DX, DY, g_stride, u_stride, F, blocks, BLOCK: tl.c
 
 
 def _launch(kernel, gate: Tensor, up: Tensor, *rest: Tensor) -> Tensor:
-    """Launch a kernel, and return the first of the other tensors, its output."""
+    """Launch a kernel, and return its output, the first tensor of `rest`."""
     count, width = gate.shape
     blocks = triton.cdiv(width, BLOCK)
     args = gate, up, *rest, gate.stride(0), up.stride(0), width, blocks
