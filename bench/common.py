@@ -160,9 +160,9 @@ def interleave(
 ) -> dict[str, Timing]:
     """Time each side `repeats` times, in rotating order: A B C, B C A, C A B, …
 
-    The order rotates, so that no side always runs after the same other side. `warmup` untimed
-    rounds come first. On a GPU, each call is followed by a synchronization. A progress bar is shown
-    on stderr.
+    The order rotates, so that a side does not always run after the same other side. `warmup`
+    untimed rounds come first. On a GPU, each call is followed by a synchronization. A progress bar
+    is shown on stderr.
     """
     names = list(sides)
     seconds: dict[str, list[float]] = {name: [] for name in names}

@@ -106,9 +106,9 @@ GPUS = {
 
 
 def gpu(name: str) -> tuple[str, Device] | None:
-    """Return a GPU by name, or by memory as in `24GB`. For a memory size, the speeds are those of
-    the GPU in `GPUS` with the nearest memory size, or of the slowest of such GPUs if there are
-    several. The result is the name of the GPU whose speeds are used, and the device, or None if the
+    """Return a GPU by name, or by memory as in `24GB`. For a memory size, the result has the speeds
+    of the GPU in `GPUS` with the nearest memory size. If there are several such GPUs, the slowest
+    is used. The result is the name of the GPU whose speeds are used, and the device, or None if the
     name is unknown.
     """
     named = {key.lower(): key for key in GPUS}.get(name.lower())
@@ -307,8 +307,8 @@ def sync(
     """Return how many seconds it takes to copy the weights to the engine.
 
     The local engine has a copy of the weights on each GPU. With vLLM, rank 0 sends the weights to
-    all servers at the same time, and each server then copies them once within its memory. `near` is
-    the number of servers on the machine of rank 0, and `far` on other machines.
+    all servers at the same time, and each server then copies them once within its memory. `near`
+    servers are on the machine of rank 0, and `far` servers are on other machines.
     """
     size = d.item * Weights.of(c).total
     gather = size * (trainers - 1) / trainers / ring(d, trainers, per_node)

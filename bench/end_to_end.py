@@ -1,5 +1,5 @@
-"""How many full GRPO steps per second does nanogrpo complete with its local engine, and TRL with
-its default generation?
+"""How many full GRPO steps per second does nanogrpo complete with its local engine, and how many
+does TRL complete with its default generation?
 
 In: nothing. This file creates a random model, whose completions end at the lengths of the case.
 Out: results/end_to_end.json with steps and tokens per second, seconds by phase and peak memory. A

@@ -30,7 +30,7 @@ import torch
 from bench import common, readme
 
 LIMIT = 600  # seconds per stage
-# Files with tests marked `gpu`, and files whose kernels are compiled on a GPU, and not interpreted.
+# Files with tests marked `gpu`, and files whose tests compile their kernels if there is a GPU.
 # These tests need torch, Triton, transformers, peft and hypothesis, but neither TRL nor vLLM.
 TESTS = (
     *("tests/gpu", "tests/kernels/test_gpu.py", "tests/kernels/test_log_softmax.py"),

@@ -1,5 +1,5 @@
-"""How do the dtype, and a correction with importance weights, affect the gap between the log-probs
-of engine and trainer, and learning? docs/precision.md shows the results.
+"""How do the dtype and a correction with importance weights affect learning, and the gap between
+the log-probs of engine and trainer? docs/precision.md shows the results.
 
 In: nothing. Out: results/precision.json with one record per run, and the table in
 docs/precision.md. docs/img/precision.py draws the curves. All runs train the model of the debug
@@ -7,9 +7,10 @@ profile on the arithmetic of `make demo`, on one thread of a CPU. Further runs, 
 step each, measure the gap of a wider model with random weights, because a gap grows with the size
 of the model.
 
-The setting `float8 engine` is a control, whose gap is larger than any other: the trainer computes
-in float32, and the weights of the engine are rounded to eight bits. A record is written when its
-run ends, and a run that has a record is not repeated. Read next: docs/precision.md, runs.py.
+The setting `float8 engine` is a control, which has the largest gap. In this setting, the trainer
+computes in float32, and the weights of the engine are rounded to eight bits. A record is written
+when its run ends, and a run that has a record is not repeated. Read next: docs/precision.md,
+runs.py.
 """
 
 from __future__ import annotations

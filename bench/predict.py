@@ -63,7 +63,7 @@ QWEN3 = {
 RESERVED = 1 << 30  # bytes that CUDA itself takes on a GPU
 # maximum number of completions per step; predictions for more would take minutes
 MOST = 100_000
-SLOTS = 256  # sequences that a vLLM server decodes at the same time, by default on most GPUs
+SLOTS = 256  # number of sequences that a vLLM server decodes at once (default on most GPUs)
 
 
 class Machines(NamedTuple):
@@ -301,7 +301,7 @@ def checked(args: argparse.Namespace, cfg: Config) -> argparse.Namespace:
     if args.prompt_length > args.longest_prompt:
         raise UserError("--prompt-length is above --longest-prompt: raise --longest-prompt, too.")
     if not 0 <= args.score_seconds < math.inf or not 0 <= args.skipped < 1:
-        raise UserError("--score-seconds must be at least 0, and --skipped in [0, 1).")
+        raise UserError("--score-seconds must be at least 0, and --skipped must be in [0, 1).")
     if cfg.generation_batch_size > MOST:
         raise UserError(
             f"--generation-batch-size {cfg.generation_batch_size} is too large for a plan: give at "

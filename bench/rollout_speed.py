@@ -82,9 +82,10 @@ def uneven_lengths(n: int, longest: int, seed: int = 0) -> list[int]:
 def nano_vllm(sequences: int, longest_prompt: int, longest: int, vocab: int) -> list[Prompt]:
     """Return the requests of nano-vllm's bench.py, or of a smaller form of it.
 
-    The shortest prompt and the shortest completion have about a tenth of the largest length. For
-    256, 1024, 1024 and a vocabulary above 10,000, the requests are nano-vllm's own, with 142,827
-    tokens in and 133,966 tokens out (github.com/GeeeekExplorer/nano-vllm).
+    The shortest prompt and the shortest completion are about a tenth as long as the longest. If the
+    first three arguments are 256, 1024 and 1024, and the vocabulary is above 10,000, the requests
+    are the same as in nano-vllm: prompts with 142,827 tokens and completions with 133,966 tokens
+    (github.com/GeeeekExplorer/nano-vllm).
     """
     rng, last = random.Random(0), min(10_000, vocab - 1)
 
@@ -126,7 +127,7 @@ def peer(model: Decoder, attention: str):
 
 
 def generate(theirs, batch: int, prompts: list[Prompt]) -> list[int]:
-    """Generate the tokens that each prompt asks for, processing `batch` prompts at a time.
+    """Generate `max_tokens` tokens for each prompt, processing `batch` prompts at a time.
 
     All prompts have the same length. Returns the number of useful tokens in each completion.
     """
@@ -172,7 +173,7 @@ def batching(theirs, batch: int, tokens: int) -> Iterator[Callable[[list[Prompt]
     config = GenerationConfig(
         do_sample=True, temperature=TEMPERATURE, top_k=0, top_p=1.0, eos_token_id=-1, pad_token_id=0
     )
-    blocks = tokens // 256 + batch  # a block has 256 tokens; each sequence fills its last in part
+    blocks = tokens // 256 + batch  # a block has 256 tokens; a sequence's last block is not full
     sizes = ContinuousBatchingConfig(num_blocks=blocks, max_requests_per_batch=batch)
     manager: Any
     with theirs.continuous_batching_context_manager(
@@ -304,8 +305,8 @@ def generators(kind: str, model: Decoder, args: argparse.Namespace, stack: ExitS
 
 
 def cached(args: argparse.Namespace) -> int:
-    """Return a size for the cache in the case nano-vllm: two thirds of its tokens. This is more
-    than are in use at any time, because sequences end at different times.
+    """Return a size for the cache in the case nano-vllm: two thirds of its tokens. Fewer tokens are
+    in use at any time, because sequences end at different times.
     """
     return sum(len(p.token_ids) + (p.max_tokens or 0) for p in requests("nano-vllm", args)) * 2 // 3
 

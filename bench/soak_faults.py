@@ -311,8 +311,8 @@ def sends(who: str, *numbers: int) -> Strike:
 
 
 def suspends(who: str, hang: float = 0.0) -> Strike:
-    """Return a fault that suspends one process of a kind. The time is shorter or longer than the
-    timeouts. `hang` is the longer time in seconds, or 0 for the mode's `hang`.
+    """Return a fault that suspends one process of a kind. The pause is shorter or longer than the
+    timeouts. `hang` is the longer pause in seconds, or 0 for the mode's `hang`.
     """
 
     def strike(run: Run, rng: random.Random):

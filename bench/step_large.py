@@ -142,8 +142,8 @@ def peak_flops(device: str | None) -> float | None:
 
 def write_model(shape: ModelConfig, folder: Path, device: str) -> None:
     """Write random bfloat16 weights. The weights are created directly on the device, which is
-    faster. The allocator reads its setting when it is first used. So the setting of runs is set
-    before that.
+    faster. The allocator reads its setting when it is first used, so the setting is made here, as
+    in a run.
     """
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     tokenizer = warmup.write_tokenizer(folder)

@@ -5,12 +5,12 @@ strip, and the time in which the GPU is idle, with its cause. Without a GPU: wha
     python -m bench.step_trace --shape 0.6B       # a profile of the step of bench.step_time
 
 In: nothing. Without --shape, a tiny model with 28 layers trains on three strips on the CPU, so that
-almost all of its time is the time of the host: Python, autograd and FSDP2. The table shows the
+the host spends almost all of the time: in Python, autograd and FSDP2. The table shows the
 milliseconds of each phase, the operations that a GPU would run as kernels, and the operations for
-which the host would wait for a GPU (`WAITS`). With --shape, torch's profiler records kernels and
-host on one GPU, and `account` divides the time of each strip. Profiling slows the host down, so the
-record also has the time of the same step without the profiler. Out: results/step_trace.json, and
-with --shape the picture docs/img/step_trace.png.
+which the host would wait for a GPU (`WAITS`). With --shape, torch's profiler records the kernels of
+one GPU and the work of the host, and `account` divides the time of each strip. Profiling slows the
+host down, so the record also has the time of the same step without the profiler. Out:
+results/step_trace.json, and with --shape the picture docs/img/step_trace.png.
 
 Causes of idle time, for each gap between two kernels:
 
@@ -65,7 +65,10 @@ STRIPS, BUDGET = 3, 64  # strips of the case, and the tokens of a strip
 
 
 class Host(TorchDispatchMode):
-    """Count operations by phase: `launches`, `waits` and `transfers`, which block the host."""
+    """Count operations by phase. `launches` counts the operations that a GPU would run as kernels.
+    `waits` lists operations for which the host waits, and `transfers` lists copies between devices
+    that block the host.
+    """
 
     def __init__(self) -> None:
         super().__init__()
