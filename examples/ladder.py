@@ -111,7 +111,7 @@ def kernels(name: str, logits: Tensor) -> Iterator[Work]:
         return store(self, ptrs, value, mask, *rest)
 
     def reduced(self, input):
-        work.merges += self.axis in (0, None)  # over axis 1, a lane needs no other lane
+        work.merges += self.axis in (0, None)  # a reduction over axis 1 stays within a lane
         return reduce(self, input)
 
     with contextlib.ExitStack() as stack:
@@ -324,8 +324,8 @@ def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, floa
 
 
 def seconds(work: Work) -> float:
-    """Return how long a rung takes at least for the output head of Qwen3-0.6B, if memory bandwidth
-    is the only limit.
+    """Return the minimum time of a rung for the output head of Qwen3-0.6B, if memory bandwidth is
+    the only limit.
     """
     return work.moved / (ROWS * VOCAB) * N * V / BANDWIDTH
 

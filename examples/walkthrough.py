@@ -39,7 +39,7 @@ from nanogrpo.rewards.scorer import Scorer
 from nanogrpo.run import optim
 from nanogrpo.types import PackedBatch, Prompt, Sample
 
-# One prompt with four completions. Other options keep their defaults, except the learning rate.
+# One prompt with four completions. All options that are not listed here have their defaults.
 CFG = Config(
     data=("arithmetic",),
     num_generations=4,

@@ -9,14 +9,14 @@ reward of a sibling is the reward of its whole completion, which is the stem and
 All siblings of a stem begin with the same tokens, so A compares only the continuations. The
 variance of r that comes from the stem is not part of A, as in TreeRPO (Yang et al. 2025,
 2506.05183) and VinePPO (Kazemnejad et al. 2024, 2410.01679). The continuations differ most after
-tokens with a high entropy (Wang et al. 2025, 2506.01939). Only continuations are trained: the
-gradient of the stem would be multiplied by
-Σ A = 0. The rest of the trunk is not used as a sibling, because the choice of t depends on it.
+tokens with a high entropy (Wang et al. 2025, 2506.01939). Only continuations are in the loss,
+because the gradient of the stem would be multiplied by Σ A = 0. The rest of the trunk is not used
+as a sibling, because the choice of t depends on it.
 
 The stem is computed once for all siblings. For the engine, the stem is the end of a prompt, and K
-completions of this prompt are sampled. In training, the stem is the end of the `Prompt` of K
-samples, which a strip contains only once. The lengths in the log are the lengths of the
-continuations.
+completions of this prompt are sampled. In training, the stem is the end of the `Prompt` that K
+samples share, and a strip contains this `Prompt` only once. The lengths in the log are the lengths
+of the continuations.
 
     python examples/recipes/branch.py --model runs/base --data arithmetic --output-dir runs/branch
 """

@@ -58,7 +58,7 @@ class Critic(Feature):
 
     def values(self, hidden, lm_head):  # [M, D] → [M]
         # The value is factor·w·h, but its derivative with respect to w is h, as without the factor.
-        # So the So `factor` multiplies the learning rate of the value, and changes nothing else.
+        # So `factor` multiplies the learning rate of the value, and changes nothing else.
         w = self.policy.critic.weight
         return (hidden @ (w + (self.factor - 1) * w.detach()).T).squeeze(-1).float()
 

@@ -3,9 +3,9 @@
     s_i ← s_i + α·(mean of r over the completions of prompt i - s_i)        after each step with i
     P(i) ∝ s_i·(1 - s_i)                                                    for prompts to replay
 
-s_i is the pass rate of prompt i, and r is the reward from the first function of --reward-funcs,
-which must be from 0 to 1. When prompt i occurs for the first time, s_i is the mean of r. In each
-step, a share of the prompts is replayed: these prompts are drawn without replacement from the
+s_i is the pass rate of prompt i, and r is the reward from the first function of --reward-funcs.
+This reward must be from 0 to 1. When prompt i occurs for the first time, s_i is the mean of r. In
+each step, a share of the prompts is replayed: these prompts are drawn without replacement from the
 prompts that already occurred. All other prompts of the step are the same as in a run without a
 curriculum.
 

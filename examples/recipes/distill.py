@@ -14,7 +14,7 @@ contains the number of a teacher (0, 1, …), such as the expert for its domain.
 teacher. A prompt without a number (null) has no teacher.
 
 With `--jsd-beta β`, the exact divergence D over all tokens of the vocabulary replaces each
-difference, and its gradient has less variance. β has the same meaning as in TRL's
+difference of log-probs. The gradient of D has less variance. β has the same meaning as in TRL's
 DistillationTrainer, and a test compares the loss and the gradients with TRL:
 
     m = (1 - β) π + β teacher;  D = β KL(teacher ‖ m) + (1 - β) KL(π ‖ m)

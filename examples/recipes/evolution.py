@@ -15,9 +15,9 @@ Z is the rank of a member, from -1 to 1 (fitness shaping, section 2.1 of Saliman
 single broken member does not dominate the update. G is --num-generations, α is --learning-rate, and
 σ is --sigma. The noise is a function of the seed, the step and j, so it is generated again instead
 of stored. All members sample with the same random numbers, so F differs only because of the noise.
-The loop of train.py runs unchanged: all advantages are 0, so AdamW takes no step (without --beta
-and --weight-decay), and this feature changes the weights after it. The log warns that nothing was
-learned, but this warning is only about AdamW.
+The loop of train.py runs unchanged. All advantages are 0, so AdamW changes no weight (without
+--beta and --weight-decay). After the step of AdamW, this feature changes the weights. The log warns
+that nothing was learned, but this warning is only about AdamW.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@ resampling.
 
     L = 1/P · Σ_p 1/(Σ_i |y_i|) · Σ_i Σ_t l_it      p: prompts; y_i: completions of p; t: tokens
 
-In L, all prompts have the same weight, and so have all tokens of a prompt. P is the number of
-prompts of the optimizer step, on all ranks, in which an advantage differs from 0 (ScaleRL's
+In L, all prompts have the same weight, and so have all tokens of a prompt. P counts the prompts of
+the optimizer step on all ranks. P leaves out prompts for which all advantages are 0 (ScaleRL's
 zero-variance filter). This average replaces the average of --loss-type.
 
 s_p is the mean of r over all completions of prompt p so far, where r is the reward from the first
-function of --reward-funcs, which must be from 0 to 1. Prompts with s_p ≥ `max_pass_rate` are not
-drawn again. Other prompts are drawn at random instead. The sums of r are part of a checkpoint, so a
-resumed run draws the same prompts as an uninterrupted run.
+function of --reward-funcs. This reward must be from 0 to 1. Prompts with s_p ≥ `max_pass_rate` are
+not drawn again. Other prompts are drawn at random instead. The sums of r are part of a checkpoint,
+so a resumed run draws the same prompts as an uninterrupted run.
 
 train.py has other parts of ScaleRL as options: its loss, and a standard deviation over the step.
 

@@ -65,7 +65,7 @@ class SelfDistill(Feature):
         if not any(column in prompt.columns for prompt in inputs.prompts):
             raise UserError(f"--hint-column {column}: the data has no such column.")
         if any(len(prompt.hinted) > room for prompt in inputs.prompts):
-            raise UserError(f"--hint-column {column}: some do not fit into the context: cut them.")
+            raise UserError(f"--hint-column {column}: some hints exceed the context: cut them.")
 
     def scored(self, run, samples, step):
         """Collect the hinted prompts on every rank, because samples may move between ranks."""

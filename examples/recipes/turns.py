@@ -9,9 +9,10 @@ recipe extends the idea to any number of turns, with a sum over later turns and 
 turn. If completions have only one turn, the result is GRPO.
 
 A turn is the text that the model writes between two inserted texts (--tools, --environment-factory
-or --rollout). `get_reward` of an environment may return a list with a reward for each turn, and any
-reward function may return a list with a number at some tokens, which then belongs to the turn of
-its token. If a function returns one number for a completion, this number belongs to the last turn.
+or --rollout). `get_reward` of an environment may return a list with a reward for each turn. Any
+reward function may return a list with a number at some tokens. Each number then belongs to the turn
+of its token. If a function returns one number for a completion, this number belongs to the last
+turn.
 
     python examples/tools.py runs/tools
     python examples/recipes/turns.py --model runs/tools/base --data runs/tools/train.jsonl \\

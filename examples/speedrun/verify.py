@@ -7,10 +7,10 @@
 In: files that run.py has written; by default, all files in records/. Out: one line per broken rule,
 a table, and exit status 1 if a rule is broken. README.md explains the rules. Read before: run.py.
 
-Equation. p = 1 - Φ((a - 0.55) √S / s), with the mean accuracy a of S seeds. Their standard
-deviation s is measured, but at least √(0.55 · 0.45 / 120), the noise of 120 answers. Suppose that a
-recipe has an accuracy of 0.55 on average. Then p is about the probability that it reaches a by
-chance. A record needs p < 0.05.
+Equation. p = 1 - Φ((a - 0.55) √S / s), with the mean accuracy a of S seeds. The standard deviation
+s of the S accuracies is measured, but is at least √(0.55 · 0.45 / 120), the noise of 120 answers.
+Suppose that a recipe has an accuracy of 0.55 on average. Then p is about the probability that the
+mean accuracy of S seeds is a or more by chance. A record needs p < 0.05.
 """
 
 from __future__ import annotations
