@@ -92,7 +92,7 @@ class Config:
     answer_column: str = option(
         "",
         "column with the reference answer, which becomes the column solution; if it contains ####,"
-        " only the text after that is kept",
+        " only the text after the #### is kept",
     )
     system_prompt: str = option(
         "",
@@ -240,8 +240,8 @@ class Config:
     max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0: do not clip", ">= 0")
     eval_steps: int = free_option(
         0,
-        "steps between evaluations on the held-out prompts; they also run before the first step"
-        " and after the last, 0: never",
+        "steps between evaluations on the held-out prompts; 0: never; evaluations also run before"
+        " the first step and after the last",
         ">= 0",
         group="Evaluation, checkpoints and logging",
     )
@@ -258,7 +258,7 @@ class Config:
     eval_samples: int = free_option(256, "evaluate the first N held-out prompts; 0: all", ">= 0")
     save_steps: int = free_option(
         50,
-        "steps between checkpoints; they are written in the background, 0: only the last",
+        "steps between checkpoints; 0: only the last; checkpoints are written in the background",
         ">= 0",
     )
     save_total_limit: int = free_option(
