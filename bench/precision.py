@@ -93,7 +93,7 @@ def rounded(model: nn.Module) -> nn.Module:
 
 
 def make_wide(folder: Path) -> None:
-    """Write a model with random weights, whose logits have a standard deviation of about 4."""
+    """Write a model with random weights. Its logits have a standard deviation of about 4."""
     torch.manual_seed(0)
     shape = common.small_qwen3(512, 4, 32_000, 128)
     model = Decoder(dataclasses.replace(shape, tie_word_embeddings=False))

@@ -161,7 +161,7 @@ def generate(theirs, batch: int, prompts: list[Prompt]) -> list[int]:
 
 @contextlib.contextmanager
 def batching(theirs, batch: int, tokens: int) -> Iterator[Callable[[list[Prompt]], list[int]]]:
-    """Start the loop of `generate_batch` once, and yield a function that sends prompts to it and
+    """Start the loop of `generate_batch` once. Yield a function that sends prompts to this loop and
     returns the number of tokens in each completion. (`generate_batch` itself has one length limit
     for all prompts, and starts the loop in each call.)
 

@@ -21,8 +21,8 @@ Bytes.      In bfloat16, the forward moves 4·T·(H + K)·E and the backward 12�
             L2 cache holds the keys of a group. For each number of lse and delta, 4 bytes are added.
             No key row is copied. With gathered keys, the gathers move 8·Tk·K·E, and the sums of
             their gradients 4·(Tk + T)·K·E. Tk counts the keys of all sequences.
-FLOP.       4·E per head and visible pair of query and key in the forward, and 14·E in the backward,
-            which computes q·k and dy·v twice, so that no sum needs atomics.
+FLOP.       Per head and visible pair of query and key, the forward takes 4·E, and the backward
+            14·E. The backward computes q·k and dy·v twice, so that no sum needs atomics.
 Reference.  `attention` in reference/attention.py.
 """
 

@@ -20,8 +20,8 @@ Bytes.      The kernel moves 4·N·V bytes in bfloat16 if the second pass hits t
             6·N·V bytes at 3 TB/s. So in practice, even one row per multiprocessor is too much for
             the L2 cache.
 Skipped.    If the gradient of a row is 0 (its advantage is 0, or its ratio is clipped), the row is
-            filled with zeros and is not read again, unless its log-prob is NaN. This kernel never
-            sees rows whose weight and entropy_weight are both 0: kernels/head.py skips them.
+            filled with zeros and is not read again. A row with a NaN log-prob is an exception.
+            kernels/head.py already skips rows whose weight and entropy_weight are both 0.
 Reference.  `policy_rows_` in reference/fused_rows.py.
 """
 

@@ -5,7 +5,7 @@ In: the per-token vectors [M] of a `PackedBatch`. Out: an operation that turns h
 loss. The function `policy_terms` in kernels/reference/policy.py computes the loss of a token, in
 about 25 lines:
 
-    r = exp(logp - old_logp)                                    the ratio to the policy that sampled
+    r = exp(logp - old_logp)                                    the ratio to the sampling policy
     l = -min(min(r, δ)·A, clamp(r, 1 - ε, 1 + ε_high)·A)        the clipped surrogate
     KL = r·(e^x - x - 1) with x = ref_logp - logp               the distance to the reference model
     loss = Σ weight·(l·importance + β·KL) - Σ entropy_weight·H
