@@ -287,11 +287,10 @@ rate. Only the row `dapo, on policy` of the tiny model has its own learning rate
 The default values of options are those of TRL, so that a command for TRL gives the same numbers in
 nanogrpo. For cispo, gspo and luspo, TRL's defaults are not the values of the papers: with
 `--epsilon 0.2`, cispo bounds each weight by 0.2, and the ratios of sequences are almost never
-clipped. Without `--importance-sampling-level sequence`, luspo has ratios per token. If a run
-of these losses has TRL's defaults, it logs the papers' values when it starts. The rows below use
-the values of the papers. `--top-entropy-quantile` with sequence ratios also works as in TRL: the
-option only scales the gradient of each completion, because every token of a completion is part of
-its ratio.
+clipped. Without `--importance-sampling-level sequence`, luspo has ratios per token. If a run of
+these losses has TRL's defaults, it logs the papers' values when it starts. The rows below use the
+values of the papers. With sequence ratios, `--top-entropy-quantile` also works as in TRL: it only
+scales the gradient of each completion, because the ratio of a sequence contains all of its tokens.
 
 To repeat a row, run `python train.py` with the options of all rows and the options of this row,
 once for each of the seeds 0, 1, … (`--seed 0`). The word problems need `--model runs/smollm2`,

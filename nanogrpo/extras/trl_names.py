@@ -58,8 +58,9 @@ TRANSLATED = table(
     use_vllm
         `true` is `--engine vllm`, with TRL's default `vllm_mode`; `false` is `--engine local`
     vllm_mode
-        `colocate`, the default: the trainer starts a vLLM server on its own GPU, unless `--server`
-        is given; `server`: give the address of a server that you have started to `--server`
+        `colocate`, the default: the trainer starts a vLLM server on the GPU of its first process,
+        unless `--server` is given; `server`: start a server yourself, and give its address to
+        `--server`
     vllm_server_host vllm_server_port
         `--server http://HOST:PORT`
     vllm_gpu_memory_utilization vllm_tensor_parallel_size
@@ -97,8 +98,7 @@ TRANSLATED = table(
 INSTEAD = table(
     """
     auto_find_batch_size
-        do not set `--token-budget`; before the run, it is then chosen from the free memory of the
-        GPU
+        do not set `--token-budget`; the run then chooses it from the free memory of the GPU
     data_seed
         use `--seed`, which determines all random numbers
     accelerator_config deepspeed fsdp fsdp_config parallelism_config local_rank
