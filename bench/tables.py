@@ -332,10 +332,10 @@ BENCHES = {
         "step_time.png",
         notes=lambda records: [
             "The side TRL, asynchronous is the AsyncGRPOTrainer of trl.experimental. It packs"
-            " completions without padding and computes a prompt once for its group. TRL's"
-            " attention needs FlashAttention 3, which needs a GPU. On a CPU, torch's attention is"
-            " used instead, with one call per segment. Each group has completions with different"
-            " rewards, so no trainer can leave out a group."
+            " completions without padding, and computes each prompt only once for all completions"
+            " of its group. TRL's attention needs FlashAttention 3, which needs a GPU. On a CPU,"
+            " torch's attention is used instead, with one call per segment. Each group has"
+            " completions with different rewards, so no trainer can leave out a group."
         ],
     ),
     "step_large": Bench(
@@ -369,9 +369,9 @@ BENCHES = {
         ],
     ),
     "step_trace": Bench(
-        "Where does the time of a training step go? On a GPU, the last column has the milliseconds"
-        " by class of kernel, and the time in which the GPU is idle, with its cause. Without a GPU,"
-        " the last column has the work of the host for a tiny model of 28 layers.",
+        "Where does the time of a training step go? On a GPU, the last column shows the"
+        " milliseconds of each class of kernels, and how long and why the GPU is idle. Without a"
+        " GPU, the last column shows the work of the host for a tiny model of 28 layers.",
         ("case", "side", "ms per step", "fastest over unsharded", "account"),
         tables_step.step_trace,
         [
@@ -446,9 +446,10 @@ BENCHES = {
     ),
     "attention_speed": Bench(
         "How fast are the backends of attention (`NANOGRPO_ATTENTION`)? The times are for one layer"
-        " of Qwen3-0.6B and the three strips of step_large. The FLOP that attention needs are 4·E"
-        " per head and visible pair of query and key in the forward, and 10·E in the backward. An"
-        " error is the largest difference from float64, divided by the largest value.",
+        " of Qwen3-0.6B and the three strips of step_large. For each head, and for each pair of a"
+        " query and a key that this query sees, attention needs 4·E FLOP in the forward pass and"
+        " 10·E in the backward pass. E is the size of a head. An error is the largest difference"
+        " from float64, divided by the largest value.",
         (
             "case",
             "side",
@@ -483,7 +484,7 @@ BENCHES = {
         "Does a run lose anything if it meets a random fault at a random time? Each run of a tiny"
         " task gets one fault and is resumed until it is done. The result of the run must then"
         " equal the result of a run without faults. A violation is a different result,"
-        " a traceback, or a process or temporary file that is left.",
+        " a traceback, or a process or temporary file that is left behind.",
         ("fault", "runs", "starts", "violations"),
         soak,
         wanted=[

@@ -184,8 +184,9 @@ def replay_apart(records: list[dict]) -> list[str]:
     return [
         "TRL was also trained on the completions that nanogrpo sampled, so that both trainers can"
         f" differ only in training. Both trainers then have the same held-out accuracy at"
-        f" {equal} of {len(both)} evaluations (at most {most:.3f} apart). The final weights of the"
-        f" two trainers differ by at most {weights:.1e} of their distance from the base model."
+        f" {equal} of {len(both)} evaluations, and the largest difference is {most:.3f}. The final"
+        f" weights of the two trainers differ by at most {weights:.1e} of their distance from the"
+        " base model."
     ]
 
 

@@ -69,11 +69,11 @@ def test_a_replay_is_compared_with_our_run_of_its_seed():
     ]
     replayed = [{**record, "ours": dict(record["held_out"])} for record in replayed]
     (note,) = tables_learning.replay_apart([*ours, *replayed])
-    assert "same held-out accuracy at 6 of 6 evaluations (at most 0.000 apart)" in note
+    assert "held-out accuracy at 6 of 6 evaluations, and the largest difference is 0.000" in note
     assert "at most 2.0e-05 of their distance" in note
     replayed[1]["held_out"]["4"] -= 0.25
     (note,) = tables_learning.replay_apart([*ours, *replayed])
-    assert "same held-out accuracy at 5 of 6 evaluations (at most 0.250 apart)" in note
+    assert "held-out accuracy at 5 of 6 evaluations, and the largest difference is 0.250" in note
     assert tables_learning.replay_apart(ours) == []
     assert "| TRL, our completions | 2 | 0.830 ± " in readme.section("learning", [*ours, *replayed])
 
