@@ -182,7 +182,7 @@ def decoding(c: ModelConfig, samples: list[Sample]) -> dict[str, float]:
     empty = (Sample(s.prompt, 0, [], [], False, []) for s in samples[:rows])
     scheduler.active = [Completion(s, sys.maxsize, 0, 0, []) for s in empty]
     new = torch.zeros(1, rows, dtype=torch.int64), torch.zeros(1, rows)
-    host = seconds(lambda: scheduler.postprocess(*new, 0, ()), 50)
+    host = seconds(lambda: scheduler.postprocess(0, (), scheduler.active, *new), 50)
 
     logits, keys = rand(rows, V), torch.arange(rows)
     draw = seconds(lambda: sampler.sample(logits, keys, keys, SamplingParams()))

@@ -125,7 +125,10 @@ class LocalEngine:
         ]
         samples = [c.sample for c in completions]
         self.scheduler.start(completions)
-        while self.scheduler.schedule(self.runner.prefill, self.runner.stride):
-            tokens, logp = self.runner.decode(self.scheduler.active, params)
-            self.scheduler.postprocess(tokens, logp, self.version, params.stop_token_ids)
-            yield samples
+        runner, unread = self.runner, []
+        while self.scheduler.schedule(runner.prefill, runner.stride * (1 + runner.behind)):
+            unread.append(runner.decode(self.scheduler.active, params))
+            if len(unread) > runner.behind:
+                found = unread.pop(0)()  # waits for the GPU
+                self.scheduler.postprocess(self.version, params.stop_token_ids, *found)
+                yield samples

@@ -31,6 +31,8 @@ PREFILL_TOKENS = 8192  # maximum number of tokens prefilled together, to limit m
 class Runner:
     # Number of decode steps between two transfers to the host.
     stride = 1
+    # Number of strides that are launched before the host reads the tokens of a stride.
+    behind = 0
 
     def __init__(self, model: Decoder, cache: KVCache | PagedCache, state: Tensor):
         self.model, self.cache, self.state = model, cache, state  # state: see Scheduler
@@ -69,8 +71,10 @@ class Runner:
         split = torch.stack(kept, 1).transpose(2, 3).split(lengths, dim=3)  # [2, L, K, t, E] each
         return {id(prompt): Prefix(prompt, kv) for prompt, kv in zip(prompts, split)}
 
-    def decode(self, active: Sequence[Completion], params: SamplingParams) -> tuple[Tensor, Tensor]:
-        """Sample up to `stride` tokens per active row. Return tokens and log-probs [steps, b]."""
+    def decode(self, active: Sequence[Completion], params: SamplingParams) -> Any:
+        """Sample up to `stride` tokens per active row. Return a function that waits for them, and
+        returns the rows, tokens and log-probs for `Scheduler.postprocess`.
+        """
         b = len(active)
         steps = min(self.stride, max(c.room for c in active))
         sampled = []
@@ -78,16 +82,23 @@ class Runner:
             logp = self.step(b, params)
             # log-probs travel as integers with the same bits, so one transfer is enough
             sampled.append(torch.stack((self.state[0, :b], logp.view(torch.int32))))  # [2, b] int64
-        tokens, bits = torch.stack(sampled, 1).cpu()  # the host waits for the GPU
-        logp = bits.int().view(torch.float32)
-        if not logp.isfinite().all():
-            bad = active[int(logp.isfinite().all(0).int().argmin())].sample.prompt.id
-            raise FloatingPointError(
-                f"Logits are not finite (prompt {bad}): the weights diverged or overflow "
-                f"{self.cache.kv.dtype}; lower --learning-rate in a new run, or remove the last "
-                "checkpoint before --resume."
-            )
-        return tokens, logp
+        tokens, bits = torch.stack(sampled, 1).to("cpu", non_blocking=True)  # to pinned memory
+        copied = self.state.is_cuda and torch.cuda.current_stream().record_event()
+
+        def read() -> tuple:
+            if copied:
+                copied.synchronize()  # the host waits for the GPU
+            logp = bits.int().view(torch.float32)
+            if not logp.isfinite().all():
+                bad = active[int(logp.isfinite().all(0).int().argmin())].sample.prompt.id
+                raise FloatingPointError(
+                    f"Logits are not finite (prompt {bad}): the weights diverged or overflow "
+                    f"{self.cache.kv.dtype}; lower --learning-rate in a new run, or remove the "
+                    "last checkpoint before --resume."
+                )
+            return active, tokens, logp
+
+        return read
 
     def step(self, rows: int, params: SamplingParams) -> Tensor:
         """Sample one token for each of the first `rows` rows, and advance `state`. Return the

@@ -1,9 +1,9 @@
 """Decide which completions are decoded, and which row of the cache each of them uses.
 
-    waiting ──► schedule: give free rows ──► decode: one new token ──► postprocess: append it, ──┐
-                to waiting completions       for each active row       free the finished rows    │
-                          ▲                                                                      │
-                          └──────────────────────────────────────────────────────────────────────┘
+    waiting ──► schedule: free the finished rows, ──► decode: one new token ──► postprocess: ──┐
+                give rows to waiting completions      for each active row       append it      │
+                          ▲                                                                    │
+                          └────────────────────────────────────────────────────────────────────┘
 
 In: completions, and a cache (cache.py). Out: the active completions. Active completions are always
 in rows 0 … b-1 of the cache, so a step computes only active rows. When a row finishes, a waiting
@@ -13,8 +13,8 @@ tokens that it already has. Read next: runner.py (what a row computes).
 """
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,11 +35,12 @@ class Completion:
     # The input tokens to start from. All completions of a prompt share one list of its tokens.
     # If a completion was put back into the queue, it has a new list with all its tokens so far.
     start: list[int]
+    row: int = -1  # the row of `state` with its next input; -1 if it has none yet
 
     @property
     def room(self) -> int:
         """The number of tokens that may still be sampled."""
-        return self.limit - len(self.sample.token_ids)
+        return 0 if self.sample.stopped else max(0, self.limit - len(self.sample.token_ids))
 
     @property
     def position(self) -> int:
@@ -55,7 +56,7 @@ class Scheduler:
         self.put_back = 0  # completions put back into the queue since the last `metrics`
         # [3, slots]: each row's next input token, the position of this token, and the random key.
         # The tensor is never replaced, because CUDA graphs use its address.
-        # Each step advances it, and `schedule` writes it if rows have started or moved.
+        # Each step advances it. `schedule` moves rows, and writes those that start.
         self.state = torch.zeros(3, slots, dtype=torch.int64, device=device)
 
     def start(self, completions: Iterable[Completion]) -> None:
@@ -63,24 +64,30 @@ class Scheduler:
         self.waiting: deque[Completion] = deque(completions)
         self.active: list[Completion] = []
         self.prefixes: dict[int, Prefix] = {}  # by id(completion.start)
-        self.changed = False  # whether rows have started or moved
         self.cache.clear()
 
     def schedule(
         self, prefill: Callable[[Iterable[Completion]], dict[int, Prefix]], ahead: int
     ) -> bool:
-        """Reserve memory for the next `ahead` tokens of each row, and assign free rows to waiting
-        completions. Return whether any row is active.
+        """Free the finished rows, reserve memory for the next `ahead` tokens of each other row, and
+        assign free rows to waiting completions. Return whether any row is active.
 
         Even the smallest cache has space for one completion of the maximum length. So the oldest
         completion is never put back into the queue, and all completions finish.
         """
-        while not self.cache.reserve(c.position + min(ahead, c.room) for c in self.active):
+        while True:
+            # Rows from the end take the places of the finished rows.
+            kept = [r for r, c in enumerate(self.active) if c.room]
+            rows = [r if self.active[r].room else kept.pop() for r in range(len(kept))]
+            self.cache.keep(rows)
+            self.active = [self.active[r] for r in rows]
+            if self.cache.reserve(c.position + min(ahead, c.room) for c in self.active):
+                break
             youngest = max(self.active, key=lambda c: c.turn)
-            youngest.start = youngest.sample.prompt.token_ids + youngest.sample.token_ids
-            self.waiting.appendleft(youngest)
+            ids = youngest.sample.prompt.token_ids + youngest.sample.token_ids
+            self.waiting.appendleft(replace(youngest, start=ids, row=-1))
+            youngest.limit = 0  # discard the tokens that the host has not read yet
             self.put_back += 1
-            self._keep([r for r, c in enumerate(self.active) if c is not youngest])
         started = []  # (first row, number of rows, prompt)
         while self.waiting and len(self.active) < self.slots:
             ids, first = self.waiting[0].start, len(self.active)
@@ -98,34 +105,29 @@ class Scheduler:
             self.active += [self.waiting.popleft() for _ in range(filled)]
             started.append((first, filled, prefix))
         self.cache.write(started)
-        if self.active and (started or self.changed):
-            rows = [((c.sample.token_ids or c.start)[-1], c.position, c.key) for c in self.active]
-            self.state[:, : len(rows)] = moved(torch.tensor(rows), self.state.device).T
-        self.changed = False
-        return bool(self.active)
+        rows = [*range(len(self.active))]
+        if [c.row for c in self.active] != rows:
+            # The host may not know the newest tokens, so these move on the device.
+            inputs = [(c.row, c.start[-1], c.position, c.key) for c in self.active]
+            x = moved(torch.tensor(inputs), self.state.device).T  # [4, b]
+            self.state[:, : len(rows)] = torch.where(x[0] < 0, x[1:], self.state[:, x[0]])
+            for c, row in zip(self.active, rows):
+                c.row = row
+        return bool(rows)
 
     def postprocess(
-        self, tokens: Tensor, logp: Tensor, version: int, stops: Container[int]
+        self,
+        version: int,
+        stops: Container[int],
+        rows: Sequence[Completion],
+        tokens: Tensor,
+        logp: Tensor,
     ) -> None:
-        """Append the new tokens [steps, b] to their samples, then drop the finished rows."""
-        for c, ids, values in zip(self.active, tokens.T.tolist(), logp.T.tolist()):
-            # tokens after a stop token, or above the limit, are discarded
-            ids = ids[: c.room]
-            size = next((i + 1 for i, t in enumerate(ids) if t in stops), len(ids))
-            c.sample.token_ids += ids[:size]
-            c.sample.logp += values[:size]
-            c.sample.versions += [version] * size
-            c.sample.stopped = ids[size - 1] in stops
-        kept = [r for r, c in enumerate(self.active) if c.room and not c.sample.stopped]
-        if len(kept) < len(self.active):
-            self._keep(kept)
-
-    def _keep(self, kept: list[int]) -> None:
-        """Keep only these rows, which are in increasing order. The last rows move into the gaps."""
-        rows = list(range(len(kept)))
-        gaps = sorted({*rows} - {*kept})
-        for gap, row in zip(gaps, kept[len(kept) - len(gaps) :]):
-            rows[gap] = row
-        self.cache.keep(rows)
-        self.active = [self.active[r] for r in rows]
-        self.changed = True
+        """Append the new tokens [steps, b] to the samples of these rows."""
+        for ids, values in zip(tokens.tolist(), logp.tolist()):
+            for c, token, value in zip(rows, ids, values):
+                if c.room:  # else it is finished, or was put back
+                    c.sample.token_ids.append(token)
+                    c.sample.logp.append(value)
+                    c.sample.versions.append(version)
+                    c.sample.stopped = token in stops

@@ -16,6 +16,7 @@ import torch
 from bench import (
     common,
     compare,
+    four_bits,
     learning,
     objectives,
     precision,
@@ -68,6 +69,16 @@ SCRIPTS = {
         {},
         ["nanogrpo", "nanogrpo, unpacked", "transformers eager", "transformers sdpa", "vLLM"] * 2
         + ["nanogrpo", "nanogrpo, unpacked", "transformers generate_batch", "vLLM"],
+    ),
+    "plan": (
+        "--cases 3M --steps 2 --prompts 2 --group 2 --prompt-length 4 --longest 6 --threads 1",
+        {"SIZES": {"3M": (32, 1, 128)}},
+        ["nanogrpo"],
+    ),
+    "four_bits": (
+        "--seeds 1 --steps 1 --real-seeds 0 --threads 1 --base BASE",
+        {"LORA": {**four_bits.LORA, **SMALL}},
+        ["tiny, bfloat16", "tiny, 4 bits"],
     ),
     "attention_speed": (
         "--threads 1 --repeats 1 --scale 0.01",

@@ -77,14 +77,15 @@ def watch(engine):
 
 
 @pytest.mark.parametrize(
-    ("slots", "stride", "contexts"), [(64, 1, 64), (5, 8, 5), (64, 1, 1), (64, 8, 2)]
+    ("slots", "stride", "behind", "contexts"),
+    [(64, 1, 0, 64), (5, 8, 1, 5), (64, 1, 1, 1), (64, 8, 0, 2), (7, 4, 1, 2)],
 )
-def test_pages_give_the_same_completions(slots, stride, contexts, expected):
+def test_pages_give_the_same_completions(slots, stride, behind, contexts, expected):
     """Also in a pool that is much too small: 20 completions of up to 173 tokens share one context,
-    or two.
+    or two. Completions that enter later share the pages of their prompt, too.
     """
     engine = make_engine(slots=slots, cache_tokens=contexts * PAGE * pages_of(MAX_LEN))
-    engine.runner.stride = stride
+    engine.runner.stride, engine.runner.behind = stride, behind
     rows = watch(engine)
     same(engine.sample(make_prompts(), 4, PARAMS, step=0), expected)
     if contexts < 5:
@@ -130,14 +131,6 @@ def test_the_completions_of_a_prompt_share_its_full_pages():
     assert total - len(engine.cache.free) == 2 + 6
     assert (engine.cache.table[:6, :2] == engine.cache.table[0, :2]).all()
     assert engine.cache.table[:6, 2].unique().numel() == 6
-    # completions that enter later share the same pages
-    later = make_engine(slots=2)
-    watch(later)
-    limits = dataclasses.replace(PARAMS, max_tokens=20)
-    same(
-        later.sample(prompts, 6, limits, step=0),
-        make_engine(paged=False).sample(prompts, 6, limits, step=0),
-    )
 
 
 def test_no_tensor_moves_between_steps():
