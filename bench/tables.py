@@ -331,7 +331,7 @@ BENCHES = {
         ],
         "step_time.png",
         notes=lambda records: [
-            "The side TRL, asynchronous is the AsyncGRPOTrainer of trl.experimental. It packs"
+            'The side "TRL, asynchronous" is the AsyncGRPOTrainer of trl.experimental. It packs'
             " completions without padding, and computes each prompt only once for all completions"
             " of its group. TRL's attention needs FlashAttention 3, which needs a GPU. On a CPU,"
             " torch's attention is used instead, with one call per segment. Each group has"

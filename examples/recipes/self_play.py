@@ -53,7 +53,7 @@ def answer(question):
 
 
 class Game(Wrapper):
-    """An engine that lets the model answer the questions that it has asked."""
+    """An engine in which the model first asks questions, and then answers its own questions."""
 
     def __init__(self, engine, run):
         self.engine, self.run, self.k = engine, run, run.cfg.solutions

@@ -149,7 +149,7 @@ def activation_bytes(
 ) -> tuple[int, int]:
     """Return (kept, recomputed), both in bytes per token: what each layer keeps for the backward
     pass, and what one layer recomputes in the backward pass. The count follows Block.forward, and
-    includes all tensors that autograd keeps. Two norms keep 4·D, their inputs and outputs.
+    includes all tensors that autograd keeps. Two norms keep their inputs and outputs, 4·D in all.
     Attention keeps q and k before and after norm and rotation, v, its result, and a copy of the
     result for o_proj. The MLP keeps gate, up, silu(gate), and silu(gate) · up. `fused` kernels keep
     neither the copy for o_proj nor silu(gate). If q, k and v are `joint`, v is a slice of their

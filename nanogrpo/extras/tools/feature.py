@@ -86,7 +86,7 @@ class Tools(Feature):
         if isinstance(prompt.text, str):
             prompt.text = [{"role": "user", "content": prompt.text}]
         if variables.get("tools"):
-            raise UserError("it has `tools` of its own, but --tools names others: leave one out.")
+            raise UserError("it has its own `tools`: remove these or --tools.")
         variables["tools"] = self.schemas
 
     def settings(self, cfg: Core, inputs: Inputs) -> None:
