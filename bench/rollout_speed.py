@@ -83,9 +83,9 @@ def nano_vllm(sequences: int, longest_prompt: int, longest: int, vocab: int) -> 
     """Return the requests of nano-vllm's bench.py, or of a smaller form of it.
 
     The shortest prompt and the shortest completion are about a tenth as long as the longest. If the
-    first three arguments are 256, 1024 and 1024, and the vocabulary is above 10,000, the requests
-    are the same as in nano-vllm: prompts with 142,827 tokens and completions with 133,966 tokens
-    (github.com/GeeeekExplorer/nano-vllm).
+    first three arguments are 256, 1024 and 1024, and the vocabulary has more than 10,000 ids, the
+    requests are the same as in nano-vllm: prompts with 142,827 tokens and completions with 133,966
+    tokens (github.com/GeeeekExplorer/nano-vllm).
     """
     rng, last = random.Random(0), min(10_000, vocab - 1)
 
