@@ -121,7 +121,7 @@ class Config:
     )
     reward_funcs: tuple[str, ...] = option(
         ("accuracy", "format"),
-        "accuracy, reasoning_accuracy, format, think_format, another built-in one"
+        "accuracy, reasoning_accuracy, format, think_format, another built-in function"
         " (docs/rewards.md), or module:name or file.py:name; arguments follow a name as"
         " name:key=value,key=value",
         group="Rewards",
@@ -170,8 +170,8 @@ class Config:
     )
     cache_tokens: int | None = free_option(
         None,
-        "size in tokens of the key/value cache on a GPU, at least one sequence; default: as"
-        " many as fit, at most the longest sequence in each slot",
+        "tokens in the key/value cache on a GPU, at least one full sequence; default: as many as"
+        " fit, but no more than all concurrent sequences can need",
         "> 0",
     )
     loss_type: str = option(
