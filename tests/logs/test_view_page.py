@@ -168,7 +168,12 @@ def test_keys_change_the_step_the_colour_and_the_group(browser, tmp_path):
 
 def test_two_runs_are_compared(browser, tmp_path):
     for name in "ab":
-        write_run(tmp_path / name, steps=3, options={"learning_rate": name, "seed": 0, "beta": 1})
+        write_run(
+            tmp_path / name,
+            steps=3,
+            name=f"rewards/exact {name}/mean",
+            options={"learning_rate": name, "seed": 0, "beta": 1},
+        )
     opened(browser, tmp_path / "a", tmp_path / "b", view="tab=about")
     assert not (tmp_path / "a/view.html").exists()
     rows = "return [...document.querySelectorAll('#main > table tr')].map(row => row.innerText)"
@@ -176,6 +181,8 @@ def test_two_runs_are_compared(browser, tmp_path):
     assert different == "Different"
     assert (set_, last) == ("Set", "--beta\t1\t1")
     assert texts(browser, "details td:first-child") == ["--seed"]
+    browser.press("1")
+    assert "B 3 steps · held-out 0.25" in texts(browser, "h2")
     browser.press("2")
     assert browser.run("return charts[0].lines.map(line => line.run)") == [0, 0, 1, 1]
     browser.press("3", "r", "r", "g")  # both runs, the completions of a group side by side
