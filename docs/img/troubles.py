@@ -3,9 +3,9 @@
     python docs/img/troubles.py        # about ten minutes on two CPU cores
 
 In: nothing. Out: a folder in runs/troubles for each run of RUNS, and a picture for each entry of
-PICTURES. A run whose folder exists is not repeated. All runs use the model and the task of
-`make demo` with the same seed, and differ from HEALTHY only by the options in RUNS. Read next:
-../troubleshooting.md.
+PICTURES. A run whose folder exists is not repeated. All runs use the same model, which is as small
+as the model of `make demo`, and the task of `make demo`. They differ from "healthy" only by the
+options in RUNS. Read next: ../troubleshooting.md.
 """
 
 from __future__ import annotations
@@ -114,7 +114,6 @@ TITLES = {
 }
 # file: the healthy run and the sick ones, and the metrics of its panels
 PICTURES: dict[str, tuple[list[str], list[str]]] = {
-    "demo": (["healthy"], [HELD_OUT]),
     "trouble_flat": (["healthy", "slow learner"], ["reward", HELD_OUT]),
     "trouble_zero_std": (["healthy", "cold", "unreachable"], ["frac_reward_zero_std", HELD_OUT]),
     "trouble_entropy": (["healthy", "fast learner"], ["entropy", HELD_OUT]),
