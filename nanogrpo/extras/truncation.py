@@ -101,7 +101,8 @@ class KeepingEngine(Wrapper):
         self.engine, runner, self.min_p = engine, engine.runner, min_p
         self.filters, self.step, self.decode = runner.filters, runner.step, runner.decode
         vars(runner).update(filters=self._filters, step=self._step, decode=self._decode)
-        runner.behind = 0  # `_decode` waits for the sets of each stride
+        if runner.behind:  # `_decode` waits for the sets of each stride, so strides are longer
+            runner.behind, runner.stride = 0, 8
         # the tokens that the newest step has kept; CUDA graphs write to this tensor
         shape = engine.slots, len(engine.model.lm_head.weight)
         self.newest = torch.zeros(shape, dtype=torch.bool, device=engine.device)
