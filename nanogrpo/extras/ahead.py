@@ -18,22 +18,18 @@ version of the weights that sampled it, and `sample` checks the bound for each t
 wrapper.py, vllm/client.py.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanogrpo.engine.base import Engine, SamplingParams
 from nanogrpo.errors import UserError
 from nanogrpo.extras.wrapper import Wrapper
 from nanogrpo.feature import Feature
+from nanogrpo.run.setup import Run
 from nanogrpo.types import Prompt, Sample
-
-if TYPE_CHECKING:  # run/setup.py imports the features
-    from nanogrpo.run.setup import Run
-    from nanogrpo.vllm.client import VLLMEngine
+from nanogrpo.vllm.client import VLLMEngine
 
 
 class Ahead(Feature):

@@ -5,21 +5,17 @@ names this checkpoint at its end. A resumed run reads the earlier evaluations fr
 checkpoint need not contain them. Read before: run/state.py (which saves and removes checkpoints).
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
 from nanogrpo.extras.summary import plain, summarize
 from nanogrpo.feature import Feature
 from nanogrpo.logs.files import checkpoints, read_records
-
-if TYPE_CHECKING:
-    from nanogrpo.run.setup import Inputs, Run
-    from nanogrpo.run.state import Saver
+from nanogrpo.run.setup import Inputs, Run
+from nanogrpo.run.state import Saver
 
 
 class Best(Feature):

@@ -7,13 +7,11 @@ forward passes, and explains why bits would differ without them. The backward pa
 changed. Read before: engine/local.py. Read next: kernels/exact.py, docs/precision.md.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +25,7 @@ from nanogrpo.kernels import exact, linear
 from nanogrpo.kernels.reference.attention import Strip
 from nanogrpo.model import dispatch, gpu_attention
 from nanogrpo.model.decoder import Decoder, Linear
-from nanogrpo.run.setup import of_engine
-
-if TYPE_CHECKING:
-    from nanogrpo.run.setup import Inputs, Run
+from nanogrpo.run.setup import Inputs, Run, of_engine
 
 
 class Bitwise(Feature):

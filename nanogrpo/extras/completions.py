@@ -11,15 +11,12 @@ pictures are written into the folder, and a column contains the names of the cop
 logs/console.py. Read next: view/ (the page that shows the files).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -31,11 +28,8 @@ from nanogrpo.feature import Feature
 from nanogrpo.logs.files import replace, set_aside
 from nanogrpo.logs.progress import number
 from nanogrpo.rewards.scorer import COLUMNS
+from nanogrpo.run.setup import Run
 from nanogrpo.types import Sample
-
-if TYPE_CHECKING:
-    from nanogrpo.run.setup import Run
-
 
 # Print Text objects only, because rich treats brackets in a str, as in "[/INST]", as markup.
 console = Console(

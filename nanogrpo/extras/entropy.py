@@ -6,11 +6,8 @@ trained on. `importance` and `entropy_weight` are computed over the full optimiz
 ranks, so the gradient does not depend on the split into micro-batches. Read before: grpo/loss.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,10 +18,8 @@ from nanogrpo.extras.options import EntropyOptions
 from nanogrpo.feature import Feature
 from nanogrpo.grpo.loss import logp_of
 from nanogrpo.model.head import PolicyOut
+from nanogrpo.run.setup import Run
 from nanogrpo.types import PackedBatch, Sample
-
-if TYPE_CHECKING:
-    from nanogrpo.run.setup import Run
 
 
 class Entropy(Feature):

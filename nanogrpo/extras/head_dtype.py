@@ -19,12 +19,10 @@ Memory.     A chunk of C rows takes 6·C·V bytes: the logits, and their gradien
 Read before: kernels/head.py, bitwise.py (`swapped`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,9 +33,7 @@ from nanogrpo.extras.wrapper import Wrapper
 from nanogrpo.feature import Feature
 from nanogrpo.kernels import linear
 from nanogrpo.model import dispatch, head
-
-if TYPE_CHECKING:
-    from nanogrpo.run.setup import Run
+from nanogrpo.run.setup import Run
 
 
 class HeadDtype(Feature):

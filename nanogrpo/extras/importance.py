@@ -9,10 +9,7 @@ In: the micro-batches of an optimizer step. Out: their `old_logp` and `importanc
 grpo/mismatch.py (how large the gap is).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,10 +19,8 @@ from nanogrpo.extras.options import ImportanceOptions
 from nanogrpo.feature import Feature
 from nanogrpo.grpo.loss import logp_of
 from nanogrpo.kernels.reference.policy import LOG_RATIO_MAX
+from nanogrpo.run.setup import Run
 from nanogrpo.types import PackedBatch, Sample
-
-if TYPE_CHECKING:
-    from nanogrpo.run.setup import Run
 
 
 class Importance(Feature):

@@ -43,8 +43,6 @@ settings that are chosen for some models and GPUs. Read next: grpo/packing.py (w
 of a micro-batch).
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools
@@ -54,7 +52,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -73,10 +71,8 @@ from nanogrpo.model import head as ops
 from nanogrpo.model import weights
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
-
-if TYPE_CHECKING:
-    from nanogrpo.run.setup import Inputs, Run
-    from nanogrpo.types import Sample
+from nanogrpo.run.setup import Inputs, Run
+from nanogrpo.types import Sample
 
 logger = logging.getLogger("nanogrpo")
 

@@ -11,13 +11,11 @@ own shards without communication. In: a run with a reference model. Out: a diffe
 model, and the tensors that a checkpoint needs to resume the run. Read before: nanogrpo/feature.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +27,8 @@ from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.run import output, setup
-
-if TYPE_CHECKING:
-    from nanogrpo.run.setup import Inputs, Run
-    from nanogrpo.types import Sample
+from nanogrpo.run.setup import Inputs, Run
+from nanogrpo.types import Sample
 
 
 class FrozenModels(Feature):

@@ -5,19 +5,14 @@ In: the scored samples of a step on this rank. Out: the same list, in which some
 replaced. Read before: step.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING
 
 from nanogrpo import step as loop
 from nanogrpo.engine.base import stream
 from nanogrpo.extras.options import ResampleOptions
 from nanogrpo.feature import Feature
+from nanogrpo.run.setup import Run
 from nanogrpo.types import Sample
-
-if TYPE_CHECKING:
-    from nanogrpo.run.setup import Run
 
 
 class Resample(Feature):

@@ -12,8 +12,6 @@ text, such as a tool's answer, the numbers are 0. If the data have a column with
 function gets this column. Read next: rewards/scorer.py.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import dataclasses
@@ -21,7 +19,6 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,11 +30,8 @@ from nanogrpo.feature import Feature
 from nanogrpo.grpo import packing, schedule
 from nanogrpo.grpo.loss import logp_of
 from nanogrpo.rewards import plugin
+from nanogrpo.run.setup import Run
 from nanogrpo.types import Prompt, Sample
-
-if TYPE_CHECKING:
-    from nanogrpo.run.setup import Run
-
 
 NAMES = {"logp", "entropy", "pieces"}
 

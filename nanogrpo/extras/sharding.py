@@ -4,11 +4,9 @@ In: the options, after all automatic settings are chosen. Out: `model.sharding`,
 distributed/fsdp.py reads. Read next: distributed/fsdp.py.
 """
 
-from __future__ import annotations
-
 import functools
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import AdamW
@@ -23,10 +21,7 @@ from nanogrpo.distributed.world import World
 from nanogrpo.extras.one_gpu import copy_weights, fuse
 from nanogrpo.feature import Feature
 from nanogrpo.model.dispatch import uses_triton
-
-if TYPE_CHECKING:
-    from nanogrpo.run.setup import Inputs, Run
-
+from nanogrpo.run.setup import Inputs, Run
 
 # Selective checkpointing keeps the results of matrix products and attention.
 # It recomputes norms, rotation and SwiGLU, which takes little time and saves most of the memory.

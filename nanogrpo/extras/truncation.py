@@ -10,13 +10,11 @@ which sets the logits of all other tokens to -inf. Read before: engine/sampler.p
 kernels/head.py, vllm/protocol.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,17 +22,15 @@ from torch import Tensor
 
 from nanogrpo.engine.base import Engine, SamplingParams
 from nanogrpo.engine.local import LocalEngine
+from nanogrpo.engine.scheduler import Completion
 from nanogrpo.errors import UserError
 from nanogrpo.extras.wrapper import Wrapper
 from nanogrpo.feature import Feature
 from nanogrpo.model import head
 from nanogrpo.model.dispatch import functions_for
 from nanogrpo.model.head import PolicyOut
+from nanogrpo.run.setup import Run
 from nanogrpo.types import Prompt, Sample
-
-if TYPE_CHECKING:
-    from nanogrpo.engine.scheduler import Completion
-    from nanogrpo.run.setup import Run
 
 ROWS = 128  # rows whose sets are on the device at the same time
 

@@ -5,27 +5,23 @@ In: --engine vllm and its options (options.py). Out: a VLLMEngine. Without --ser
 starts a server. Read before: nanogrpo/feature.py. Read next: client.py, gpus.py, sleeping.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from nanogrpo.engine.base import Engine
 from nanogrpo.errors import UserError, read_json
 from nanogrpo.extras import memory
 from nanogrpo.feature import Feature
+from nanogrpo.run.setup import Inputs, Run
 from nanogrpo.vllm import gpus
 from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.protocol import FLOAT32_LOGITS
 from nanogrpo.vllm.server import ServerLost, Sidecar
 from nanogrpo.vllm.sleeping import SleepingEngine
-
-if TYPE_CHECKING:
-    from nanogrpo.engine.base import Engine
-    from nanogrpo.run.setup import Inputs, Run
 
 
 class VLLM(Feature):

@@ -6,13 +6,11 @@ adapters, the model is also the reference model. A checkpoint also contains the 
 of their own. Read next: lora.py.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from nanogrpo.engine.base import Engine
 from nanogrpo.errors import UserError, read_json
 from nanogrpo.extras.lora import adapters, lora
 from nanogrpo.extras.lora.engine import SharingEngine
@@ -22,11 +20,8 @@ from nanogrpo.feature import Feature
 from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.run import setup
-
-if TYPE_CHECKING:
-    from nanogrpo.engine.base import Engine
-    from nanogrpo.run.setup import Inputs, Run
-    from nanogrpo.run.state import Saver
+from nanogrpo.run.setup import Inputs, Run
+from nanogrpo.run.state import Saver
 
 
 class LoRA(Feature):

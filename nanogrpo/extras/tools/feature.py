@@ -5,12 +5,10 @@ wrapper around the engine (turns.py), the tools in the chat template, the reward
 `environment`, and two metrics. Read next: turns.py, calls.py, environments.py.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from threading import current_thread, main_thread
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from nanogrpo.config import Config as Core
 from nanogrpo.engine.base import Engine
@@ -22,10 +20,8 @@ from nanogrpo.extras.tools.turns import TurnsEngine
 from nanogrpo.feature import Feature
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.rewards import plugin
+from nanogrpo.run.setup import Inputs, Run
 from nanogrpo.types import Prompt, Sample
-
-if TYPE_CHECKING:  # run/setup.py imports the features
-    from nanogrpo.run.setup import Inputs, Run
 
 
 class Tools(Feature):

@@ -19,15 +19,13 @@ updates, ratio, entropy and share come from the last update. Read next: data.py 
 reads).
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,10 +36,8 @@ from nanogrpo.feature import Feature
 from nanogrpo.logs.files import replace
 from nanogrpo.model.head import PolicyOut
 from nanogrpo.model.tokenizer import Tokenizer
+from nanogrpo.run.setup import Run
 from nanogrpo.types import PackedBatch, Sample
-
-if TYPE_CHECKING:
-    from nanogrpo.run.setup import Run
 
 COLUMNS = ("entropy", "ratio", "gap", "share")
 LIMIT = 256 * 2**20  # bytes of all files of a run

@@ -5,23 +5,19 @@ data.py (the pictures of records), processor.py (pictures become patches), model
 embeddings).
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from nanogrpo.config import Config
 from nanogrpo.errors import UserError, read_json
 from nanogrpo.extras.vision.model import VisionDecoder
 from nanogrpo.feature import Feature
 from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
+from nanogrpo.run.setup import Inputs
 from nanogrpo.types import Prompt
-
-if TYPE_CHECKING:
-    from nanogrpo.config import Config
-    from nanogrpo.run.setup import Inputs
 
 
 class Vision(Feature):
