@@ -108,7 +108,9 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
         from nanogrpo.extras.results import OnStep
 
         yield OnStep(function)
-    if not all(map(is_of_core, (*named, given.train_dataset, given.eval_dataset))):
+    sources = *named, given.train_dataset, given.eval_dataset
+    # the core reads .jsonl files and lists
+    if not all(isinstance(x, list | None) or str(x).endswith(".jsonl") for x in sources):
         from nanogrpo.extras.data.sources import Sources
 
         yield Sources(cfg)
@@ -184,7 +186,7 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
     if cfg.ref_model_sync_steps:
         from nanogrpo.extras.reference import SyncReference
 
-        yield SyncReference(cfg)
+        yield SyncReference()
     if cfg.max_staleness:
         from nanogrpo.extras.ahead import Ahead
 
@@ -192,7 +194,7 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
     if cfg.old_from_engine or cfg.vllm_importance_sampling_mode != "off":
         from nanogrpo.extras.importance import Importance
 
-        yield Importance(cfg)
+        yield Importance()
     if cfg.loss_type == "luspo" or cfg.needs_two_phases:
         from nanogrpo.extras.objectives import Objectives
 
@@ -208,11 +210,11 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
     if cfg.max_resample_times:
         from nanogrpo.extras.resample import Resample
 
-        yield Resample(cfg)
+        yield Resample()
     if cfg.load_best_model_at_end:
         from nanogrpo.extras.best import Best
 
-        yield Best(cfg)
+        yield Best()
     if cfg.report_to != ("none",):
         from nanogrpo.extras.dashboards import Dashboards
 
@@ -230,8 +232,3 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
 
         yield VLLM()
     yield from wraps_all
-
-
-def is_of_core(data: Any) -> bool:
-    """Return whether the core can read a source: a .jsonl file, a list, or None (no source)."""
-    return data is None or isinstance(data, list) or str(data).endswith(".jsonl")

@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from nanogrpo.config import Config
 from nanogrpo.errors import UserError
 from nanogrpo.extras.summary import plain, summarize
 from nanogrpo.feature import Feature
@@ -19,15 +18,10 @@ from nanogrpo.run.state import Saver
 
 
 class Best(Feature):
-    cfg: Any
-
-    def __init__(self, cfg: Any):
-        self.cfg = cfg
-
-    def settings(self, cfg: Config, inputs: Inputs) -> None:
+    def settings(self, cfg: Any, inputs: Inputs) -> None:
         """Check that --metric-for-best-model is a metric of this run's evaluations."""
         known = ["mean_length", "reward", *inputs.rewards.calls]
-        given = self.cfg.metric_for_best_model
+        given = cfg.metric_for_best_model
         if re.sub(r"^pass@\d+/", "", plain(given)) not in known:
             raise UserError(
                 f"--metric-for-best-model {given} is not a metric of the evaluation: choose one of "

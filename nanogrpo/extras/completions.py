@@ -15,7 +15,6 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -43,7 +42,7 @@ class Completions(Feature):
     def __init__(self, cfg: Config):
         self.cfg, self.folder = cfg, Path(cfg.output_dir) / "completions"
 
-    def running(self, run: Run) -> AbstractContextManager:
+    def running(self, run: Run) -> None:
         """Prepare the folder.
 
         A resumed run repeats the steps after its checkpoint, so their files are deleted. A run that
@@ -56,7 +55,6 @@ class Completions(Feature):
                 name = re.fullmatch(r"(?:completions|eval|tokens)_(\d+)\.jsonl(\.gz)?", path.name)
                 if name and int(name[1]) > run.start:
                     path.unlink()
-        return nullcontext()
 
     def step(self, run: Run, step: int, samples: list[Sample]) -> None:
         self._write(run, f"completions_{step + 1:05d}.jsonl", step, samples)

@@ -8,6 +8,7 @@ ranks, so the gradient does not depend on the split into micro-batches. Read bef
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from nanogrpo.feature import Feature
 from nanogrpo.grpo.loss import logp_of
 from nanogrpo.model.head import PolicyOut
 from nanogrpo.run.setup import Run
-from nanogrpo.types import PackedBatch, Sample
+from nanogrpo.types import PackedBatch
 
 
 class Entropy(Feature):
@@ -47,7 +48,7 @@ class Entropy(Feature):
             self.loss = self.loss + out.loss.detach()
             self.bonus = self.bonus + (batch.entropy_weight * out.entropy).sum()
 
-    def step(self, run: Run, step: int, samples: list[Sample]) -> dict[str, float]:
+    def step(self, run: Run, *_: Any) -> dict[str, float]:
         if not self.cfg.entropy_coef:
             return {}
         loss, bonus = (sum(run.world.gather(float(x))) for x in (self.loss, self.bonus))

@@ -10,27 +10,27 @@ grpo/mismatch.py (how large the gap is).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanogrpo.distributed.world import World
-from nanogrpo.extras.options import ImportanceOptions
+from nanogrpo.extras.objectives import Sequences
 from nanogrpo.feature import Feature
 from nanogrpo.grpo.loss import logp_of
 from nanogrpo.kernels.reference.policy import LOG_RATIO_MAX
 from nanogrpo.run.setup import Run
-from nanogrpo.types import PackedBatch, Sample
+from nanogrpo.types import PackedBatch
 
 
 class Importance(Feature):
-    def __init__(self, cfg: ImportanceOptions):
-        self.cfg = cfg
+    def __init__(self) -> None:
         self.weights: list[Tensor] = []  # importance weights of the step
 
     @torch.no_grad()
     def batches(self, run: Run, batches: Sequence[PackedBatch]) -> None:
-        cfg = self.cfg
+        cfg: Any = run.cfg
         for batch in batches:
             if cfg.old_from_engine:
                 batch.old_logp = batch.sampling_logp
@@ -46,7 +46,7 @@ class Importance(Feature):
             )
             self.weights.append(batch.importance)
 
-    def step(self, run: Run, step: int, samples: list[Sample]) -> dict[str, float]:
+    def step(self, run: Run, *_: Any) -> dict[str, float]:
         weights, self.weights = self.weights, []
         return measured(torch.cat([torch.empty(0), *(w.cpu() for w in weights)]), run.world)
 
@@ -95,8 +95,7 @@ def correction(
     """
     delta = (trainer_logp - engine_logp).detach().float()  # [M]
     if mode.startswith("sequence"):
-        sums = delta.new_zeros(int(sample.max()) + 1 if len(sample) else 0, dtype=torch.float64)
-        delta = sums.index_add_(0, sample, delta.double()).float()[sample]  # [M]
+        delta = Sequences(sample, torch.ones_like(sample, dtype=torch.bool)).sum(delta)  # [M]
     ratio = delta.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
     low = clip_min or 0.0
     if mode.endswith("truncate"):

@@ -72,7 +72,6 @@ from nanogrpo.model import weights
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.run.setup import Inputs, Run
-from nanogrpo.types import Sample
 
 logger = logging.getLogger("nanogrpo")
 
@@ -119,7 +118,7 @@ class Memory(Feature):
     def running(self, run: Run) -> AbstractContextManager:
         return explained(run.cfg)
 
-    def step(self, run: Run, step: int, samples: list[Sample]) -> dict[str, float]:
+    def step(self, *_: Any) -> dict[str, float]:
         return {"memory/estimate_gib": self.estimate / 2**30}
 
 
@@ -271,8 +270,8 @@ def on_device(rows: Sequence[Row]) -> int:
 
 def while_sampling(rows: Sequence[Row]) -> int:
     """Return how many bytes the trainer keeps on the device while it does not train."""
-    models = ("reference model", "frozen model", "reward model")
-    kept = ("parameters", "optimizer", *models, "weights to be sent")
+    models = "reference model", "frozen model", "reward model"
+    kept = "parameters", "optimizer", *models, "weights to be sent"
     return on_device([row for row in rows if row.name.startswith(kept)])
 
 

@@ -28,7 +28,6 @@ from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.run import output, setup
 from nanogrpo.run.setup import Inputs, Run
-from nanogrpo.types import Sample
 
 
 class FrozenModels(Feature):
@@ -100,9 +99,7 @@ class OtherReference(FrozenModels):
 
 
 class SyncReference(Feature):
-    def __init__(self, cfg: Any):
-        self.cfg = cfg
-        self.reference: Any = None
+    reference: Any = None
 
     def loaded(self, model: Decoder) -> None:
         self.reference = model  # the reference is loaded last
@@ -111,9 +108,10 @@ class SyncReference(Feature):
         fsdp.reshard(self.reference)
         return {f"reference.{n}": p.detach() for n, p in self.reference.named_parameters()}
 
-    def step(self, run: Run, step: int, samples: list[Sample]) -> None:
-        if (step + 1) % self.cfg.ref_model_sync_steps == 0:
-            update(self.reference, run.model, self.cfg.ref_model_mixup_alpha)
+    def step(self, run: Run, step: int, *_: Any) -> None:
+        cfg: Any = run.cfg
+        if (step + 1) % cfg.ref_model_sync_steps == 0:
+            update(self.reference, run.model, cfg.ref_model_mixup_alpha)
 
 
 def update(reference: Any, model: Any, alpha: float) -> None:

@@ -6,18 +6,17 @@ replaced. Read before: step.py.
 """
 
 import dataclasses
+from typing import Any
 
 from nanogrpo import step as loop
 from nanogrpo.engine.base import stream
-from nanogrpo.extras.options import ResampleOptions
 from nanogrpo.feature import Feature
 from nanogrpo.run.setup import Run
 from nanogrpo.types import Sample
 
 
 class Resample(Feature):
-    def __init__(self, cfg: ResampleOptions):
-        self.cfg, self.groups = cfg, 0  # groups replaced in this step, on all ranks
+    groups = 0  # groups replaced in this step, on all ranks
 
     def scored(self, run: Run, samples: list[Sample], step: int) -> None:
         """Replace the groups in which all advantages are 0, for `max_resample_times` rounds.
@@ -32,16 +31,17 @@ class Resample(Feature):
         ranks. Every rank must call this method, and each rank samples the replacements of its own
         groups.
         """
-        n, world, self.groups = self.cfg.num_generations, run.world, 0
+        cfg: Any = run.cfg
+        n, world, self.groups = cfg.num_generations, run.world, 0
         groups = len(samples) // n
         first = sum(world.gather(groups)[: world.rank])  # index of this rank's first group
-        for attempt in range(1, self.cfg.max_resample_times + 1):
+        for attempt in range(1, cfg.max_resample_times + 1):
             found = [fact.advantage for fact in loop.assign_advantages(run, samples).facts]
             flat = [g for g in range(len(found) // n) if not any(found[g * n : (g + 1) * n])]
             if not flat:
                 break
             # Each round has its own seed, so a prompt that is drawn again gets new completions.
-            seed = stream(self.cfg.seed, step, attempt, 0)
+            seed = stream(cfg.seed, step, attempt, 0)
             pairs = zip(flat, run.draw(seed, step))
             mine = [(g - first, prompt) for g, prompt in pairs if first <= g < first + groups]
             params = dataclasses.replace(run.sampling, seed=seed)
@@ -51,5 +51,5 @@ class Resample(Feature):
                 samples[g * n : (g + 1) * n] = fresh[i * n : (i + 1) * n]
             self.groups += len(flat)
 
-    def step(self, run: Run, step: int, samples: list[Sample]) -> dict[str, float]:
+    def step(self, *_: Any) -> dict[str, float]:
         return {"resampled_groups": self.groups}

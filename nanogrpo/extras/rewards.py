@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nanogrpo.config import Config
 from nanogrpo.data.prompts import RESERVED
 from nanogrpo.errors import UserError
@@ -37,9 +35,9 @@ class Rewards(Feature):
             e.args = (str(e).replace("fix the function", advice),)
             raise
 
-    def reward(self, name: str, device: torch.device) -> Callable | str | None:
+    def reward(self, name: str, *_: Any) -> Callable | str | None:
         base, arguments = plugin.split_arguments(name)
-        module, _, _ = base.rpartition(".")
+        module = base.rpartition(".")[0]
         file = Path(module.replace(".", "/") + ".py")
         if ":" not in base and file.is_file():  # package.module.function, as in TRL
             return f"{file}:{name[len(module) + 1 :]}"

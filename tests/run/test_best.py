@@ -24,7 +24,7 @@ def kept(folder: Path, done: int, **options) -> set[str]:
         log.write(json.dumps({"run": BEST | options}) + "\n")
     final = folder / f"checkpoint-{done}"
     saver = SimpleNamespace(cfg=cfg, world=SOLO, keep=set(), final=final)
-    Best(cfg).files(saver)
+    Best().files(saver)
     final.mkdir()
     return saver.keep
 
@@ -53,7 +53,7 @@ def test_the_metric_may_have_any_of_its_names():
     inputs = SimpleNamespace(rewards=SimpleNamespace(calls=["accuracy_reward"]))
     for name in ("eval_mean_length", "rewards/accuracy_reward", "pass@2/accuracy_reward"):
         cfg = Config(**BEST, metric_for_best_model=name)
-        assert Best(cfg).settings(cfg, inputs) is None
+        assert Best().settings(cfg, inputs) is None
 
 
 def test_the_best_checkpoint_of_a_run_is_named_at_the_end(rows_of, tmp_path, capsys):

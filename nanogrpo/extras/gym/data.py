@@ -16,8 +16,6 @@ the verifier only if it is plain arithmetic.
 from functools import lru_cache
 from typing import Any
 
-import torch
-
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
 from nanogrpo.feature import Feature
@@ -54,7 +52,7 @@ class Gym(Feature):
             return None
         return records(source, split != "train")
 
-    def reward(self, name: str, device: torch.device) -> str | None:
+    def reward(self, name: str, *_: Any) -> str | None:
         # this function runs in the process of the user's reward functions
         own = "nanogrpo.extras.gym.reward:reasoning_gym_reward"
         return own if name in ("reasoning_gym", "reasoning_gym_reward") else None

@@ -84,7 +84,7 @@ class TokenLog(Feature):
         sizes = world.gather([(len(s.token_ids), s.advantage) for s in samples])
         first = sum(map(len, sizes[: world.rank]))  # index of this rank's first sample
         everyone = [size for part in sizes for size in part]
-        chosen = set(world.once(lambda: self._choose(step, everyone)))
+        chosen = set(world.once(lambda: self._choose(run, step, everyone)))
         own = {
             i: (s.model_token_indices, self._drawn(i, s, run.tokenizer))
             for i, s in enumerate(samples, first)
@@ -108,18 +108,18 @@ class TokenLog(Feature):
         data = gzip.compress(text.encode(), 6, mtime=0)
         replace(self.folder / f"tokens_{step + 1:05d}.jsonl.gz", data)
 
-    def _choose(self, step: int, everyone: Sequence[tuple[int, float]]) -> list[int]:
+    def _choose(self, run: Run, step: int, everyone: Sequence[tuple[int, float]]) -> list[int]:
         """Return the samples of the groups to write. Groups with a gradient come first.
 
         After step s of S, all files together may have s/S of LIMIT bytes. So if a group is larger
         than one step's share, one group is written every few steps. The first group is always
         written immediately. `everyone` has (number of tokens, advantage) of each sample.
         """
-        n = self.cfg.num_generations
+        n = run.cfg.num_generations
         groups = [range(i, i + n) for i in range(0, len(everyone), n)]
         groups.sort(key=lambda group: not any(everyone[i][1] for i in group))  # keeps their order
         used = sum(path.stat().st_size for path in self.folder.glob("tokens_*.gz"))
-        room = LIMIT * (step + 1) / self.cfg.max_steps - used
+        room = LIMIT * (step + 1) / run.cfg.max_steps - used
         chosen: list[int] = []
         for group in groups:
             size = BYTES * sum(everyone[i][0] for i in group)
