@@ -85,14 +85,16 @@ class RewardModel(nn.Module):
 
     @torch.no_grad()
     def forward(self, prompts: list, completions: list, **kwargs) -> list[float]:
-        texts = [self._ids(prompt + completion) for prompt, completion in zip(prompts, completions)]
-        scores: dict[int, float] = {}
-        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))[::-1]
-        while order:  # as many texts as would fit if all were as long as the longest
-            count = max(1, TOKEN_BUDGET // len(texts[order[0]]))
-            strip, order = order[:count], order[count:]
-            scores |= zip(strip, self.score_texts([texts[i] for i in strip]).tolist())
-        return [scores[i] for i in range(len(texts))]
+        strips: list[list[list[int]]] = []
+        room = 0
+        for prompt, completion in zip(prompts, completions):
+            ids = self._ids(prompt + completion)
+            if len(ids) > room:
+                strips.append([])
+                room = TOKEN_BUDGET
+            strips[-1].append(ids)
+            room -= len(ids)
+        return [score for strip in strips for score in self.score_texts(strip).tolist()]
 
     def score_texts(self, texts: list[list[int]]) -> Tensor:
         """Return the score at the last token of each of N texts, [N] float32."""
