@@ -22,7 +22,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from nanogrpo import cli, step
-from nanogrpo.config import Config as Core
 from nanogrpo.data.prompts import load_held_out
 from nanogrpo.distributed.world import World, join
 from nanogrpo.errors import UserError
@@ -53,7 +52,7 @@ LOWER = "a lower --max-concurrent or --cache-tokens"
 PROGRAM = cli.parser(Config, OPTIONS.split(), "nanogrpo eval MODEL [options]", DESCRIPTION)
 
 
-def held_out(cfg: Core, *parts: Any) -> tuple[list[Prompt], list[Prompt]]:
+def held_out(cfg: Config, *parts: Any) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts of --data. In an evaluation, this function replaces `load_prompts`."""
     tokenizer, context, features, given, _ = parts
     data = cfg.data if given is None else [given]

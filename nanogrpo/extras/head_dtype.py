@@ -42,19 +42,14 @@ class HeadDtype(Feature):
             engine = engine.engine
         # the head of an ExactEngine is the `product` that `functions` returns
         if isinstance(engine, LocalEngine) and not isinstance(engine, ExactEngine):
-            decode_in_float32(engine)
+            matrix: Any = engine.model.lm_head
+            if engine.dtype != torch.float32:
+                matrix.forward = lambda hidden, op: product(hidden, matrix.weight)
 
     def running(self, run: Run) -> ExitStack:
         device, chunk = run.world.device, head.default_chunk
         rows = head, "default_chunk", lambda vocab, _, device: chunk(vocab, torch.float32, device)
         return swapped(device, functions(device), rows)
-
-
-def decode_in_float32(engine: LocalEngine) -> None:
-    """Let an engine with 16-bit weights sample from float32 logits."""
-    matrix: Any = engine.model.lm_head
-    if engine.dtype != torch.float32:
-        matrix.forward = lambda hidden, op: product(hidden, matrix.weight)
 
 
 def product(a: Tensor, b: Tensor, of: Callable[..., Tensor] = linear.product) -> Tensor:

@@ -17,8 +17,6 @@ In: a run. Out: the same run, with the scale in its checkpoints and in the log. 
 kernels/head.py, run/optim.py. Read next: docs/precision.md.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from contextlib import ExitStack

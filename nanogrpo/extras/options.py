@@ -113,12 +113,9 @@ class PrecisionOptions(Core):
 
     def problems(self) -> Iterator[str]:
         others: Any = self  # this class has the options of all extras
-        used = {
-            "engine vllm": others.engine == "vllm",
-            "lora-r": others.lora_r,
-        }
-        for name in (name for name, value in used.items() if self.bitwise and value):
-            yield f"--bitwise cannot be used with --{name}: leave one of them out."
+        for name, used in (("engine vllm", others.engine == "vllm"), ("lora-r", others.lora_r)):
+            if self.bitwise and used:
+                yield f"--bitwise cannot be used with --{name}: leave one of them out."
 
 
 # The constants of the losses that --loss-kwargs may change, and their defaults.
@@ -133,11 +130,6 @@ LOSS_CONSTANTS = {
     "dppo_tv": {"dppo_penalty": 0.0},
     "dppo_kl": {"dppo_penalty": 0.0},
 }
-LOSS_TYPE = option(
-    "dapo",
-    "the loss; docs/equations.md has the formulas",
-    choices=(*CLIPPED, "cispo", "sapo", "vespo", "dppo_tv", "dppo_kl"),
-)  # instead of the core's
 
 
 @dataclass(frozen=True)
@@ -318,13 +310,6 @@ SCHEDULES = {
     "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
     "warmup_stable_decay": ("num_decay_steps",),
 }
-
-
-LR_SCHEDULER_TYPE = option(
-    "constant",
-    "learning rate after the warmup; the schedules are those of transformers",
-    choices=("constant", "constant_with_warmup", "linear", "cosine", *SCHEDULES),
-)  # instead of the core's
 
 
 @dataclass(frozen=True)
@@ -537,8 +522,17 @@ class Config(  # the last base class comes first in `--help-all`
 ):
     """All options."""
 
-    loss_type: str = LOSS_TYPE
-    lr_scheduler_type: str = LR_SCHEDULER_TYPE
+    # these two fields replace those of the core
+    loss_type: str = option(
+        "dapo",
+        "the loss; docs/equations.md has the formulas",
+        choices=(*CLIPPED, "cispo", "sapo", "vespo", "dppo_tv", "dppo_kl"),
+    )
+    lr_scheduler_type: str = option(
+        "constant",
+        "learning rate after the warmup; the schedules are those of transformers",
+        choices=("constant", "constant_with_warmup", "linear", "cosine", *SCHEDULES),
+    )
 
     def __new__(cls, *_: Any, **given: Any) -> Config:
         """Raise a UserError, instead of Python's TypeError, for a name that is not an option."""

@@ -94,27 +94,21 @@ def load(model: Decoder, folder: Path, cfg: Config) -> None:
     adapters do not match the model or the options.
     """
     where = f"--lora-adapter {folder}"
-
-    def require(ok: bool, problem: str) -> None:
-        if not ok:
-            raise UserError(f"{where}: {problem}.")
-
     found = read_json(folder / CONFIG)
     for name, value in found.items():
         plain: Any = PLAIN.get(name, (None, False, "none", {}, []))
-        require(
-            name in KNOWN.split() or value in plain,
-            f"{name} is {value!r}, which is not supported here",
-        )
+        if name not in KNOWN.split() and value not in plain:
+            raise UserError(f"{where}: {name} is {value!r}, which is not supported here.")
     alpha = found.get("lora_alpha")
     if found.get("use_rslora") and isinstance(alpha, int | float):  # then the scale is alpha/√r
         alpha *= cfg.lora_r**0.5
     for name, theirs in (("lora_r", found.get("r")), ("lora_alpha", alpha)):
         ours = getattr(cfg, name)
-        require(
-            theirs == ours,
-            f"it needs --{dashed(name)} {theirs!r}, but that is {ours}: use the same value",
-        )
+        if theirs != ours:
+            raise UserError(
+                f"{where}: it needs --{dashed(name)} {theirs!r}, but that is {ours}: use the same "
+                "value."
+            )
     wanted = {peft_name(name): p for name, p in model.named_parameters() if lora.is_adapter(name)}
     copy_tensors(
         wanted,

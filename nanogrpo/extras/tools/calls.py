@@ -177,7 +177,8 @@ class ToolCalls:
             for name, value in call.arguments.items():
                 if isinstance(value, str):
                     call.arguments[name] = converted(value, expected.get(name, {}))
-        _conversation(s).messages.append(message)
+        conversation: Any = s.conversation  # set by `__call__`
+        conversation.messages.append(message)
         return calls
 
     def _call(self, s: Sample, call: Call) -> Answer | Coroutine:
@@ -223,7 +224,7 @@ class ToolCalls:
 
         If the answers do not fit into the completion, none is appended, as in TRL.
         """
-        conversation = _conversation(s)
+        conversation: Any = s.conversation
         conversation.calls += len(answers)
         conversation.failures += sum(answer.failed for answer in answers)
         messages = [
@@ -318,11 +319,6 @@ def schemas(functions: Sequence[Callable], environments: Environments | None) ->
                 f"({e}): give it type hints, and a docstring with a section `Args:`."
             ) from e
     return out
-
-
-def _conversation(s: Sample) -> ToolConversation:
-    assert isinstance(s.conversation, ToolConversation)  # set by `__call__`
-    return s.conversation
 
 
 # --- the model's text ---

@@ -165,14 +165,14 @@ def main(argv: list[str]) -> None:
         prog="nanogrpo view",
         description="Look at a run in the browser, or compare two: curves, completions and tokens.",
     )
-    parser.add_argument("runs", nargs="+", type=Path, help="output folders of one run or two")
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, help="output folders of one run or two")
     text = "the page (default: view.html in the first folder; of two runs, view_RUN2.html)"
-    parser.add_argument("--out", type=Path, help=text)
+    add("--out", type=Path, help=text)
     text = "serve the page on this machine instead, and keep it up to date"
-    parser.add_argument("--serve", action="store_true", help=text)
-    parser.add_argument("--port", type=int, default=0, help="port of --serve (default: a free one)")
-    text = "also open the page in the browser"
-    parser.add_argument("--open", action="store_true", help=text)
+    add("--serve", action="store_true", help=text)
+    add("--port", type=int, default=0, help="port of --serve (default: a free one)")
+    add("--open", action="store_true", help="also open the page in the browser")
     args = parser.parse_args(argv)
     if len(args.runs) > 2:
         raise UserError(f"{len(args.runs)} runs are given: name one, or two to compare.")
