@@ -13,6 +13,7 @@ kernels/head.py, vllm/protocol.py.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,6 +140,7 @@ class KeepingEngine(Wrapper):
         return out
 
 
+@dataclass
 class Head:
     """The operations of model/head.py for truncated sampling: at each position, the logits of the
     tokens that the filters removed are -inf.
@@ -146,8 +148,7 @@ class Head:
     kept: the set of each of the M tokens of a batch, as `packed` returns it.
     """
 
-    def __init__(self, kept: Sequence[np.ndarray]):
-        self.kept = kept
+    kept: Sequence[np.ndarray]
 
     def head_logp(
         self, hidden: Tensor, lm_head: Tensor, targets: Tensor, temperature: float

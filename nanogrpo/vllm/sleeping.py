@@ -12,6 +12,7 @@ each turn).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from nanogrpo.engine.base import Engine, SamplingParams
 from nanogrpo.extras.wrapper import Wrapper
@@ -19,14 +20,15 @@ from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm.client import VLLMEngine
 
 
+@dataclass
 class SleepingEngine(Wrapper):
     """An engine whose servers sleep while it does not sample.
 
     `engine` is the engine that samples, possibly a wrapper. `client` is the VLLMEngine inside.
     """
 
-    def __init__(self, engine: Engine, client: VLLMEngine):
-        self.engine, self.client = engine, client
+    engine: Engine
+    client: VLLMEngine
 
     def sample(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int

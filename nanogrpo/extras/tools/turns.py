@@ -147,23 +147,22 @@ def spans(indices: Sequence[int]) -> list[tuple[int, int]]:
     return [*zip(starts, (i + 1 for i in indices if i + 1 not in known))]
 
 
+@dataclass
 class TurnsEngine(Wrapper):
     """A wrapper around an engine, in which a rollout function writes the completions (see the
     module docstring).
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        function: Rollout,
-        tokenizer: Tokenizer,
-        vocab_size: int,
-        gather: Callable[[str], list[str]],
-    ):
-        self.engine, self.function, self.tokenizer = engine, function, tokenizer
-        self.vocab_size, self.gather = vocab_size, gather
+    engine: Engine
+    function: Rollout
+    tokenizer: Tokenizer
+    vocab_size: int
+    gather: Callable[[str], list[str]]
+
+    @property
+    def name(self) -> str:
         # `ToolCalls` is a rollout function, too
-        self.name = getattr(function, "option", f"--rollout: {name_of(function)}")
+        return getattr(self.function, "option", f"--rollout: {name_of(self.function)}")
 
     def sample(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
