@@ -123,10 +123,11 @@ def host_adapters(model: Decoder, keep: bool = True) -> dict[str, Tensor]:
     """Return copies of the adapters in host memory, under PEFT's names and in float32. Every rank
     must call this function. If `keep` is False, the result on this rank is an empty dict.
     """
-    out = {}
-    for name, p in model.named_parameters():
-        if lora.is_adapter(name):
-            out[peft_name(name)] = gathered(p).to("cpu", copy=True).contiguous()
+    out = {
+        peft_name(name): gathered(p).to("cpu", copy=True).contiguous()
+        for name, p in model.named_parameters()
+        if lora.is_adapter(name)
+    }
     return out if keep else {}
 
 
