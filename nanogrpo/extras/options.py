@@ -565,7 +565,7 @@ FIELDS = {f.name: f for f in fields(Config)}
 CHOICES = {n: f.metadata["choices"] for n, f in FIELDS.items() if "choices" in f.metadata}
 
 
-def layer(given: Options, notes: trl_names.Notes, kind: type[Config] = Config) -> Options:
+def layer(given: Options, notes: trl_names.Notes, kind: type[Config]) -> Options:
     """Return options under nanogrpo's names. The options come from a command line, a file or
     Python. TRL's other options keep their names, so that `trl_names.translate` can translate them.
     `notes` collects mistakes in the names and in the types of values.
@@ -597,7 +597,7 @@ def layer(given: Options, notes: trl_names.Notes, kind: type[Config] = Config) -
     return out
 
 
-def rules_of(name: str, kind: type[Config] = Config) -> tuple[str, Mapping[str, Any]]:
+def rules_of(name: str, kind: type[Config]) -> tuple[str, Mapping[str, Any]]:
     """Return the type of an option and its rules. Both are empty if there is no such option."""
     field = kind.__dataclass_fields__.get(name)
     return (str(field.type), field.metadata) if field else ("", {})

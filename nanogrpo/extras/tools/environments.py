@@ -72,7 +72,7 @@ class Environments:
         if method is None:
             return None
 
-        def by_token(rewards: list, completion_ids: list, turns: list) -> list:
+        def by_token(rewards: list, completion_ids: list, turns: list, **_: Any) -> list:
             for i, reward in enumerate(rewards):
                 if isinstance(reward, list):
                     rewards[i] = [None] * len(completion_ids[i])
@@ -80,14 +80,11 @@ class Environments:
                         rewards[i][end - 1] = each
             return rewards
 
-        def get_reward(environments: list, completion_ids: list, turns: list, **_: Any) -> list:
-            return by_token([each.get_reward() for each in environments], completion_ids, turns)
+        def get_reward(environments: list, **more: Any) -> list:
+            return by_token([each.get_reward() for each in environments], **more)
 
-        async def get_reward_async(
-            environments: list, completion_ids: list, turns: list, **_: Any
-        ) -> list:
-            rewards = [await each.get_reward() for each in environments]
-            return by_token(rewards, completion_ids, turns)
+        async def get_reward_async(environments: list, **more: Any) -> list:
+            return by_token([await each.get_reward() for each in environments], **more)
 
         function = get_reward_async if inspect.iscoroutinefunction(method) else get_reward
         function.__name__ = self.name
