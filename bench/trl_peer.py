@@ -417,11 +417,11 @@ def losses_of_both(cfg: Config, off_policy: bool, seed: int) -> tuple[dict, dict
     out = objectives.loss(logp["now"][index], logp["entropy"][index], batch, cfg)
     ours = of(out.loss)
 
-    meter, bonus = metrics.Meter(), entropy.Entropy(cfg)
+    meter, bonus = metrics.Meter(), entropy.Entropy()
     meter.add(batch, out)
     meter.end_update(0.0)
     bonus.measured(batch, out, 0)
-    row = {**meter.summary(SOLO), **bonus.step(SimpleNamespace(world=SOLO), 0, samples)}
+    row = {**meter.summary(SOLO), **bonus.step(SimpleNamespace(cfg=cfg, world=SOLO), 0, samples)}
     names = {n for n in peer._metrics["train"] if n.startswith("clip_ratio/") or n in OWN}
     # TRL counts masked completions as unclipped sequences.
     if cfg.mask_truncated_completions and out.by_sequence:

@@ -92,7 +92,7 @@ def test_a_loss_with_other_terms_leaves_nothing_out():
     penalty = config(loss_type="dppo_tv", loss_kwargs={"dppo_penalty": 0.1})
     for cfg, feature in (
         (config(beta=0.1), Objectives(config())),
-        (config(entropy_coef=0.01), Entropy(config())),
+        (config(entropy_coef=0.01), Entropy()),
         (penalty, Objectives(penalty)),
     ):
         found = {i for b in packed(samples, cfg, feature.all_gradients) for i in b.sample.tolist()}

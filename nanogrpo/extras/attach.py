@@ -202,7 +202,7 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
     if cfg.entropy_coef or cfg.top_entropy_quantile < 1:
         from nanogrpo.extras.entropy import Entropy
 
-        yield Entropy(cfg)
+        yield Entropy()
     if (cfg.advantage_estimator, cfg.multi_objective_aggregation) != ("grpo", "sum_then_normalize"):
         from nanogrpo.extras.estimators import Estimators
 

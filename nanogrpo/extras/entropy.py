@@ -28,20 +28,19 @@ class Entropy(Feature):
     # A completion's entropies also affect which tokens of other completions are trained on.
     all_gradients = True
 
-    def __init__(self, cfg: EntropyOptions):
-        self.cfg = cfg
-        self.loss: Tensor | float = 0.0  # since the last step
-        self.bonus: Tensor | float = 0.0  # the bonus, as a part of the loss
+    loss: Tensor | float = 0.0  # since the last step
+    bonus: Tensor | float = 0.0  # the bonus, as a part of the loss
 
     @torch.no_grad()
     def batches(self, run: Run, batches: Sequence[PackedBatch]) -> None:
+        cfg: Any = run.cfg
         entropies = []
-        for batch in batches if self.cfg.top_entropy_quantile < 1 else ():
-            logp, entropy = run.model.forward_strip(batch, logp_of(batch, self.cfg))
+        for batch in batches if cfg.top_entropy_quantile < 1 else ():
+            logp, entropy = run.model.forward_strip(batch, logp_of(batch, cfg))
             entropies.append(entropy)
-            if self.cfg.updates_per_step > 1 and batch.old_logp is None:
+            if cfg.updates_per_step > 1 and batch.old_logp is None:
                 batch.old_logp = logp
-        prepare(batches, entropies, self.cfg, run.world)
+        prepare(batches, entropies, cfg, run.world)
 
     def measured(self, batch: PackedBatch, out: PolicyOut, update: int) -> None:
         if batch.entropy_weight is not None:
@@ -49,12 +48,13 @@ class Entropy(Feature):
             self.bonus = self.bonus + (batch.entropy_weight * out.entropy).sum()
 
     def step(self, run: Run, *_: Any) -> dict[str, float]:
-        if not self.cfg.entropy_coef:
+        cfg: Any = run.cfg
+        if not cfg.entropy_coef:
             return {}
         loss, bonus = (sum(run.world.gather(float(x))) for x in (self.loss, self.bonus))
         self.loss = self.bonus = 0.0
-        policy_loss = (loss + bonus) / self.cfg.updates_per_step
-        return {"entropy_coef": self.cfg.entropy_coef, "policy_loss": policy_loss}
+        policy_loss = (loss + bonus) / cfg.updates_per_step
+        return {"entropy_coef": cfg.entropy_coef, "policy_loss": policy_loss}
 
 
 def prepare(

@@ -56,7 +56,7 @@ class Result(list[dict]):
     @property
     def checkpoint(self) -> Path | None:
         """The folder of the last checkpoint, or None if there is no checkpoint."""
-        return ([None, *checkpoints(self.folder)])[-1]
+        return [None, *checkpoints(self.folder)][-1]
 
     @property
     def best(self) -> Best | None:

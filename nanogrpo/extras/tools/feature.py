@@ -70,8 +70,7 @@ class Tools(Feature):
     def model(self, model: Decoder, inputs: Inputs) -> None:
         """Check that the chat template of the model can show tools."""
         if self.rollout is None:
-            tokenizer = inputs.tokenizer
-            self.calls = ToolCalls(self.cfg, tokenizer, self.functions, self.environments)
+            self.calls = ToolCalls(self.cfg, inputs.tokenizer, self.functions, self.environments)
 
     def encode(self, prompt: Prompt, variables: dict, *_: Any) -> None:
         """Show the tools to the model. The chat template shows the tools to the model, so a plain
@@ -97,8 +96,7 @@ class Tools(Feature):
         world = run.world.patient() if self.calls and self.cfg.tool_timeout else run.world
         function = self.rollout or self.calls
         assert function is not None
-        vocab_size = run.model.cfg.vocab_size
-        return TurnsEngine(engine, function, run.tokenizer, vocab_size, world.gather)
+        return TurnsEngine(engine, function, run.tokenizer, run.model.cfg.vocab_size, world.gather)
 
     def metrics(self, run: Run, samples: list[Sample]) -> dict[str, float]:
         """Return the calls per completion, and the fraction of the calls that failed."""
