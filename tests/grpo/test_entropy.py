@@ -36,7 +36,14 @@ def batches_of(rows: list[list[float]]) -> list[SimpleNamespace]:
 
 def test_the_top_tokens_are_chosen_over_all_micro_batches_of_a_step():
     def kept(share, batches, rows):
-        prepare(batches, list(map(torch.tensor, rows)), Config(top_entropy_quantile=share), SOLO)
+        cfg = Config(top_entropy_quantile=share, entropy_coef=0.3)
+        prepare(batches, list(map(torch.tensor, rows)), cfg, SOLO)
+        trained = [batch.weight * batch.importance for batch in batches]
+        each = 0.3 / sum(
+            x.count_nonzero() for x in trained
+        )  # the bonus is a mean over these tokens
+        for x, batch in zip(trained, batches):
+            assert batch.entropy_weight.tolist() == pytest.approx((x > 0).float() * each)
         return [batch.importance.tolist() for batch in batches]
 
     rows = [[0.1, 3.0, 0.2], [2.0, 0.3, 0.4, 1.0], [], [0.5, 0.6, 0.7]]
@@ -48,13 +55,3 @@ def test_the_top_tokens_are_chosen_over_all_micro_batches_of_a_step():
     assert kept(0.0, batches, rows)[1] == [0.5, 0, 0, 0]
     rows = [[1.0, 1.0], [1.0]]  # equal entropies are kept together
     assert kept(0.1, batches_of(rows), rows) == rows
-
-
-def test_the_bonus_is_a_mean_over_the_chosen_tokens_of_a_step():
-    rows = [[1.0, 1.0], [1.0, 0.5]]
-    batches = batches_of(rows)
-    batches[0].weight[0] = 0.0
-    cfg = Config(entropy_coef=0.3, top_entropy_quantile=0.6)
-    prepare(batches, list(map(torch.tensor, rows)), cfg, SOLO)
-    found = torch.cat([b.entropy_weight for b in batches]).tolist()
-    assert found == pytest.approx([0.0, 0.15, 0.15, 0.0])

@@ -1,5 +1,5 @@
-"""The gap between trainer and engine: the figures against their definitions, and the correction
-against TRL's formula.
+"""The gap between trainer and engine: no gap, and the correction against TRL's formula. The figures
+of a gap are computed by hand in tests/logs/test_metrics.py.
 
 Read next: docs/metrics.md.
 """
@@ -23,11 +23,11 @@ def compare(delta: torch.Tensor) -> dict[str, float]:
     return {name: (x.max() if name.endswith("max") else x.mean()).item() for name, x in found}
 
 
-def vectors(seed: int = 0, spread: float = 0.5):
-    g = torch.Generator().manual_seed(seed)
+def vectors():
+    g = torch.Generator().manual_seed(0)
     engine = -3 * torch.rand(64, generator=g)
     sample = torch.arange(8).repeat_interleave(8)
-    return engine + spread * torch.randn(64, generator=g), engine, sample
+    return engine + 0.5 * torch.randn(64, generator=g), engine, sample
 
 
 def test_equal_policies_have_no_gap_and_no_correction():
@@ -40,24 +40,9 @@ def test_equal_policies_have_no_gap_and_no_correction():
     assert figures == {f"sampling/{name}": float(name in ones) for name in zeros + ones}
 
 
-def test_the_figures_of_two_tokens_computed_by_hand():
-    figures = compare(torch.tensor([0.5, -1.0])) | measured(torch.tensor([0.0, 2.0]), SOLO)
-    assert figures["sampling/sampling_logp_difference/mean"] == pytest.approx(0.75)
-    assert figures["sampling/sampling_logp_difference/max"] == pytest.approx(1.0)
-    assert figures["sampling/k3"] == pytest.approx((math.exp(0.5) - 1.5 + math.exp(-1.0)) / 2)
-    assert figures["sampling/ratio"] == pytest.approx((math.exp(0.5) + math.exp(1.0)) / 2)
+def test_the_share_of_the_tokens_that_count():
+    figures = measured(torch.tensor([0.0, 2.0]), SOLO)
     assert (figures["sampling/masked"], figures["sampling/ess"]) == (0.5, 0.5)
-
-
-def test_k3_is_never_negative_and_estimates_the_kl():
-    g = torch.Generator().manual_seed(0)
-    mu, pi = (torch.randn(5, generator=g).log_softmax(-1) for _ in range(2))
-    tokens = torch.multinomial(mu.exp(), 200_000, replacement=True, generator=g)
-    exact = (mu.exp() * (mu - pi)).sum().item()
-    assert compare(pi[tokens] - mu[tokens])["sampling/k3"] == pytest.approx(exact, rel=0.02)
-    for seed in range(20):
-        trainer, engine, _ = vectors(seed)
-        assert compare(trainer - engine)["sampling/k3"] > 0
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -5,6 +5,7 @@ Read next: tests/test_invariants.py, which compares packed and unpacked gradient
 """
 
 import dataclasses
+import re
 from itertools import pairwise
 
 import pytest
@@ -16,7 +17,7 @@ from nanogrpo import Config
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.grpo import packing, schedule
 from nanogrpo.grpo.loss import token_weight
-from nanogrpo.types import Facts, Prompt, Sample
+from nanogrpo.types import Facts, PackedBatch, Prompt, Sample
 from tests.conftest import packed
 
 
@@ -190,20 +191,17 @@ def a_group() -> list[Sample]:
 
 
 def test_the_example_in_the_docstring_of_packed_batch():
-    (b,) = packed(a_group(), config())
-    assert b.tokens.tolist() == [100, 101, 7, 8, 5]
-    assert b.positions.tolist() == [0, 1, 2, 3, 2]
-    assert b.cu_seqlens.tolist() == [0, 2, 4, 5]
-    assert b.kv_rows.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 4]
-    assert b.kv_cu_seqlens.tolist() == [0, 2, 6, 9]
-    assert b.rows.tolist() == [1, 2, 3, 1, 4]
-    assert b.targets.tolist() == [7, 8, 9, 5, 6]
-    assert b.sample.tolist() == [0, 0, 0, 1, 1]
-    assert b.advantage.tolist() == [1, 1, 1, -1, -1]
-    assert b.weight.tolist() == pytest.approx([1 / 5] * 5)
-    (b,) = packed(a_group(), config(share_prompts=False))
-    assert b.tokens.tolist() == [100, 101, 7, 8, 100, 101, 5]
-    assert (b.cu_seqlens.tolist(), b.rows.tolist(), b.kv_rows) == ([0, 4, 7], [1, 2, 3, 5, 6], None)
+    names = dict(zip(("p0", "p1", *"abcde"), (100, 101, 7, 8, 9, 5, 6)))
+    table, own_prompts = PackedBatch.__doc__.split("Example: ")[1].split("If each sequence")
+    for share, text in ((True, table), (False, own_prompts)):
+        (b,) = packed(a_group(), config(share_prompts=share))
+        shown = re.findall(r"\b([a-z_]+) += ([\w ·-]+?)(?=,| +\[)", text)
+        assert len(shown) == (9 if share else 3)
+        for name, words in shown:
+            numbers = [int(names.get(word, word)) for word in words.replace("·", "").split()]
+            assert getattr(b, name).tolist() == numbers
+        assert b.weight.tolist() == pytest.approx([1 / 5] * 5)
+    assert b.kv_rows is None
     group = a_group()
     group[0].token_advantages, group[0].is_model_token = [3.0, 0.0, -2.0], [True, False, True]
     (b,) = packed(group, config())
