@@ -1,4 +1,4 @@
-"""The log-softmax kernels against the equations in float64.
+"""The log-softmax kernels, and the equations of kernels/reference/, against autograd in float64.
 
 They run in the interpreter where there is no GPU, and on the GPU where there is one. inputs.py has
 the bound. Read next: test_policy.py.
@@ -42,17 +42,18 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_log_softmax_is_as_exact_as_eager(vocab, kind, dtype, temperature, wide, seed):
     z, targets = rows_of_logits(3, vocab, kind, dtype, seed)
     z = placed(z, wide)
-    with small_blocks():
-        logp, entropy, _ = log_softmax.log_softmax_forward(z, targets, temperature)
     exact, eager = (
         eager_log_softmax(z.double(), targets, temperature),
         eager_log_softmax(z.float(), targets, temperature),
     )
-    as_exact_as_eager(logp, eager[0], exact[0])
-    as_exact_as_eager(entropy, eager[1], exact[1])
-    assert (logp <= ULP).all()
-    assert (entropy >= -ULP * 8).all()
-    assert (entropy <= math.log(vocab) + ULP * 8).all()
+    for module in (log_softmax, reference):
+        with small_blocks():
+            logp, entropy, _ = module.log_softmax_forward(z, targets, temperature)
+        as_exact_as_eager(logp, eager[0], exact[0])
+        as_exact_as_eager(entropy, eager[1], exact[1])
+        assert (logp <= ULP).all()
+        assert (entropy >= -ULP * 8).all()
+        assert (entropy <= math.log(vocab) + ULP * 8).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -69,18 +70,12 @@ def test_gradient_of_log_softmax(vocab, kind, dtype, temperature, wide, seed):
     dlogp, dentropy = torch.randn(2, 3, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
     dentropy[0] = dlogp[1] = dentropy[1] = 0.0  # row 1 is not read
 
-    def gradient(module, z):
-        logp, entropy, norm = module.log_softmax_forward(z, targets, temperature)
-        upstream = dlogp.to(logp.dtype), dentropy.to(logp.dtype)
-        return module.log_softmax_backward_(z, targets, temperature, norm, entropy, *upstream)
+    def autograd(dtype):
+        leaf = z.to(dtype).requires_grad_()
+        out = eager_log_softmax(leaf, targets, temperature)
+        return torch.autograd.grad(out, leaf, [dlogp.to(dtype), dentropy.to(dtype)])[0]
 
-    got, eager, exact = (
-        gradient(log_softmax, placed(z, wide)),
-        gradient(reference, z.float().clone()),
-        gradient(reference, z.double()),
-    )
-    assert got.dtype == dtype
-    assert not got[1].any()
+    exact, eager = autograd(torch.float64), autograd(torch.float32)
     scale = float(dlogp.abs().max() + dentropy.abs().max()) / temperature
     allowed = (
         2 * (eager.double() - exact).abs().max()
@@ -88,10 +83,16 @@ def test_gradient_of_log_softmax(vocab, kind, dtype, temperature, wide, seed):
         + UNIT[dtype] * exact.abs()
         + 2.0**-24
     )
-    assert ((got.double() - exact).abs() <= allowed).all()
-    if dtype == torch.float32:
-        # adding a number to a row changes nothing
-        assert got.sum(-1).abs().max() <= 1e-5 / temperature
+    for module in (log_softmax, reference):
+        got = placed(z, wide)
+        _, entropy, norm = module.log_softmax_forward(got, targets, temperature)
+        upstream = norm, entropy, dlogp, dentropy
+        assert module.log_softmax_backward_(got, targets, temperature, *upstream) is got
+        assert not got[1].any()
+        assert ((got.double() - exact).abs() <= allowed).all()
+        if dtype == torch.float32:
+            # adding a number to a row changes nothing
+            assert got.sum(-1).abs().max() <= 1e-5 / temperature
 
 
 @pytest.mark.parametrize(
@@ -121,6 +122,7 @@ def test_the_edge_of_the_domain(largest, temperature):
 def test_no_rows_are_no_error():
     z, targets, none = torch.zeros(0, 53), torch.zeros(0, dtype=torch.int64), torch.zeros(0)
     z, targets, none = (x.to(DEVICE) for x in (z, targets, none))
-    logp, entropy, norm = log_softmax.log_softmax_forward(z, targets, 1.0)
-    dz = log_softmax.log_softmax_backward_(z, targets, 1.0, norm, entropy, none, none)
-    assert (logp.shape, dz.shape) == ((0,), (0, 53))
+    for module in (log_softmax, reference):
+        logp, entropy, norm = module.log_softmax_forward(z, targets, 1.0)
+        dz = module.log_softmax_backward_(z, targets, 1.0, norm, entropy, none, none)
+        assert (logp.shape, dz.shape) == ((0,), (0, 53))

@@ -1,5 +1,5 @@
-"""The policy kernels against the equations in float64: losses of vectors, rows of logits in one
-visit, and the head operations on top.
+"""The policy kernels against the equations in float64: losses of vectors, and rows of logits in one
+visit.
 
 They run in Triton's interpreter where there is no GPU, and on the GPU where there is one. inputs.py
 has the bound. Read next: test_contracts.py.
@@ -15,10 +15,7 @@ from nanogrpo.kernels.reference.policy import Clip, LossInputs, policy_terms
 from nanogrpo.kernels.triton import fused_rows, log_softmax
 
 from nanogrpo.kernels import reference
-from nanogrpo.model import dispatch
-from nanogrpo.model import head as ops
 from tests.conftest import DEVICE
-from tests.kernels import autograd
 from tests.kernels.inputs import (
     CLIP,
     CLIPS,
@@ -183,25 +180,3 @@ def test_nan_and_inf_appear_exactly_where_they_do_in_the_reference(old, clip):
         for a, b in zip((*got[:3], mine), (*expected[:3], theirs)):
             assert torch.equal(a.isfinite(), b.isfinite())
         assert not mine[:2].isfinite().any()
-
-
-# --- the head operations, with these kernels ---
-
-
-def test_both_implementations_of_the_head_agree(monkeypatch):
-    g = torch.Generator().manual_seed(2)
-    hidden = torch.randn(9, 5, generator=g).to(DEVICE).requires_grad_()
-    head = torch.randn(33, 5, generator=g).to(DEVICE).requires_grad_()
-    targets = torch.randint(33, (9,), generator=g).to(DEVICE)
-    _, inputs = token_vectors(9, 4)
-    o = Clip(0.2, 0.3, beta=0.1)
-    results = []
-    for name in ("torch", "triton"):
-        monkeypatch.setattr(dispatch, "choice", name)
-        out = ops.head_policy_loss(hidden, head, targets, inputs, o, chunk=4)
-        logp, entropy = ops.head_logp(hidden, head, targets, 0.7, chunk=4)
-        other = autograd.policy_loss(logp, inputs, o)
-        loss = out.loss + other.loss + entropy.sum()
-        gradients = torch.autograd.grad(loss, (hidden, head))
-        results.append((loss.detach(), out.kl, out.metrics["clip"], *gradients))
-    torch.testing.assert_close(*results, rtol=2e-5, atol=2e-5)

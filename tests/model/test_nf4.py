@@ -135,11 +135,9 @@ def test_all_layers_of_the_blocks_are_in_four_bits_and_only_adapters_are_trained
     model = loaded(base, dataclasses.replace(FOUR, lora_target_modules=targets))
     stored = [n for n, p in weights.parameters(model) if isinstance(p, nf4.Matrix)]
     assert len(stored) == 2 * len(LORA_TARGETS)
-    adapted = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, lora.LoRALinear)}
-    assert adapted == set(targets or LORA_TARGETS)
-    assert all(p.requires_grad == lora.is_adapter(n) for n, p in model.named_parameters())
     found = gradient(model, random_batch([(3, 9), (5, 4)], vocab_size=104), FOUR)
-    assert len(found) == 2 * 2 * len(adapted)
+    assert found.keys() == {n for n, _ in model.named_parameters() if lora.is_adapter(n)}
+    assert len(found) == 2 * 2 * len(targets or LORA_TARGETS)
 
 
 def test_a_full_matrix_never_outlives_its_product(tmp_path):

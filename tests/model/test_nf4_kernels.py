@@ -12,7 +12,7 @@ import torch
 from triton.runtime import interpreter
 
 from nanogrpo.extras.lora import nf4_kernels, nf4_reference
-from nanogrpo.extras.lora.nf4_reference import DYNAMIC, NF4, Quantized, midpoints
+from nanogrpo.extras.lora.nf4_reference import NF4, Quantized, midpoints
 from tests.conftest import CUDA, DEVICE
 from tests.kernels.inputs import as_exact_as_eager
 from tests.kernels.traffic import Traffic
@@ -113,6 +113,13 @@ def blocks_with_zeros():
     return w
 
 
+def subnormal():
+    """Below 1e-38, where the divisor is clamped."""
+    smallest = torch.zeros(128)
+    smallest[[3, 70]] = 2.0**-149
+    return torch.cat([draw(64 * 20) * 10.0**-n for n in range(34, 43)] + [smallest])
+
+
 EDGES = {
     "zeros": torch.zeros(5, 64),
     "blocks with zeros": blocks_with_zeros(),
@@ -121,6 +128,7 @@ EDGES = {
     "a one": torch.eye(64),
     "large": draw(4, 128) * 1e36,
     "overflow in float16": draw(4, 128) * 1e8,
+    "subnormal": subnormal(),
     "different sizes": draw(270, 64) * torch.logspace(-20, 20, 270)[:, None],
 }
 
@@ -128,19 +136,10 @@ EDGES = {
 @BOTH
 @pytest.mark.parametrize("name", EDGES)
 def test_edge_cases_equal_bitsandbytes(name, functions):
-    check(functions, EDGES[name])
-
-
-@BOTH
-def test_subnormal_weights_equal_bitsandbytes(functions):
-    """Below 1e-38 the divisor is clamped. bitsandbytes flushes subnormal bfloat16 to zero where the
-    CPU has an instruction for it (AVX512-BF16), so bfloat16 is not compared.
+    """bitsandbytes flushes subnormal bfloat16 to zero where the CPU has an instruction for it
+    (AVX512-BF16), so it is not compared.
     """
-    w = torch.cat([draw(64 * 20) * 10.0**-n for n in range(34, 43)])
-    check(functions, w, [torch.float32, torch.float16])
-    smallest = torch.zeros(128)
-    smallest[[3, 70]] = 2.0**-149
-    check(functions, smallest, [torch.float32])
+    check(functions, EDGES[name], DTYPES[:: 2 if name == "subnormal" else 1])
 
 
 def neighbors(x, count):
@@ -188,11 +187,6 @@ def test_a_block_with_inf_or_nan_has_no_finite_weights(bad, functions):
     assert absmax.isfinite().tolist() == [True, False, True, True]
     q = quantized(w)  # with the mean of absmax, none is left
     assert not functions.nf4_dequantize(q, torch.float32).isfinite().any()
-
-
-def test_the_code_books_are_bitsandbytes_own():
-    assert torch.equal(NF4, bnb.get_4bit_type("nf4", "cpu"))
-    assert torch.equal(DYNAMIC, bnb.create_dynamic_map())
 
 
 def test_a_weight_that_is_not_contiguous_is_read_by_rows():
