@@ -7,7 +7,7 @@ import pytest
 
 from nanogrpo import Config
 from nanogrpo.errors import UserError
-from nanogrpo.extras.rewards import Rewards, think_format_reward
+from nanogrpo.extras.rewards import Rewards
 from nanogrpo.rewards.builtin import (
     BUILT_IN,
     format_reward,
@@ -20,29 +20,25 @@ from tests.rewards.conftest import make_samples, runner
 
 
 @pytest.mark.parametrize(
-    ("function", "text", "reward"),
+    ("text", "reward"),
     [
-        (format_reward, "<think>a</think><answer>7</answer>", 1),
-        (format_reward, " <think>\na\n</think>\n\n<answer>\n7\n</answer>\n", 1),
-        (format_reward, "a</think><answer>7</answer>", 1),  # the prompt ended with <think>
-        (format_reward, "<think></think><answer>7</answer>", 1),
-        (format_reward, "<answer>7</answer>", 0),
-        (format_reward, "<think>a</think>7", 0),
-        (format_reward, "<think>a</think><answer> </answer>", 0),
-        (format_reward, "so <think>a</think><answer>7</answer>", 0),
-        (format_reward, "<think>a</think> so <answer>7</answer>", 0),
-        (format_reward, "<think>a</think><answer>7</answer><answer>8</answer>", 0),
-        (format_reward, "<think><answer>7</answer></think>", 0),
-        (format_reward, "", 0),
-        (think_format_reward, "<think>a</think>b", 1),
-        (think_format_reward, "<think>\na\n</think>\nb</think>", 1),
-        (think_format_reward, "<think>a", 0),
-        (think_format_reward, "<think>a<think>b</think>", 0),
+        ("<think>a</think><answer>7</answer>", 1),
+        (" <think>\na\n</think>\n\n<answer>\n7\n</answer>\n", 1),
+        ("a</think><answer>7</answer>", 1),  # the prompt ended with <think>
+        ("<think></think><answer>7</answer>", 1),
+        ("<answer>7</answer>", 0),
+        ("<think>a</think>7", 0),
+        ("<think>a</think><answer> </answer>", 0),
+        ("so <think>a</think><answer>7</answer>", 0),
+        ("<think>a</think> so <answer>7</answer>", 0),
+        ("<think>a</think><answer>7</answer><answer>8</answer>", 0),
+        ("<think><answer>7</answer></think>", 0),
+        ("", 0),
     ],
 )
-def test_the_format_is_rewarded(function, text, reward):
-    assert function([text]) == [reward]
-    assert function([[{"role": "assistant", "content": text}]]) == [reward]
+def test_the_format_is_rewarded(text, reward):
+    assert format_reward([text]) == [reward]
+    assert format_reward([[{"role": "assistant", "content": text}]]) == [reward]
 
 
 def test_reasoning_that_never_ends_is_wrong():
@@ -63,18 +59,11 @@ def found(spec: str):
     return LENGTHS.reward(spec, "cpu")
 
 
-def test_the_soft_overlong_punishment_is_that_of_dapo_and_depends_on_one_completion():
-    lengths = [0, 80, 85, 90, 100, 250]
-    ids = [[0] * n for n in lengths]
+def test_lengths_have_the_limit_of_the_run():
+    right = {"completions": ["#### 7"] * 2, "solution": ["7", None]}
+    assert found("cosine")(**right, completion_ids=[[0] * 100] * 2) == [0.5, None]
+    ids = [[0] * n for n in (0, 80, 85, 90, 100, 250)]
     want = [0, 0, -0.25, -0.5, -1, -1]  # L_max 100, L_cache 20
-    for spec in (
-        "soft_overlong",
-        "soft_overlong:max_completion_len=100,soft_punish_cache=20",
-        "get_soft_overlong_punishment:soft_punish_cache=20",  # TRL's name
-    ):
-        function = found(spec)
-        assert function(completion_ids=ids) == want
-        assert [function(completion_ids=[one])[0] for one in ids] == want
     # a column of the data with the name of the function's parameter
     prompt = Prompt(0, "?", [1], {"limit": "3 apples"})
     samples = [Sample(prompt, 0, one, [0.0] * len(one), True, [0] * len(one)) for one in ids]
@@ -84,24 +73,8 @@ def test_the_soft_overlong_punishment_is_that_of_dapo_and_depends_on_one_complet
     ]
 
 
-def test_the_cosine_reward_prefers_short_right_and_long_wrong_answers():
-    arguments = {
-        "completions": ["#### 7"] * 4,
-        "completion_ids": [[0] * n for n in (0, 50, 100, 9)],
-    }
-    right = found("cosine")(**arguments, solution=["7", "7", "7", None])
-    assert right == [1.0, pytest.approx(0.75), 0.5, None]
-    wrong = found("cosine")(**arguments, answer=["8"] * 4)
-    assert wrong[:3] == [-1.0, pytest.approx(-0.75), -0.5]
-
-
-def test_repeated_n_grams_cost():
-    ids = [[1, 2, 3, 4], [5, 5, 5, 5, 5], [5], []]
-    function = found("repetition_penalty:ngram_size=2,max_penalty=-2")
-    assert function(completion_ids=ids) == [0.0, -1.5, 0.0, 0.0]
-    longer = found("repetition_penalty:ngram_size=1000000000")
-    assert longer(completion_ids=ids) == [0.0] * 4  # at once
-    assert found("repetition_penalty")(completion_ids=ids) == pytest.approx([0.0, -2 / 3, 0.0, 0.0])
+def test_a_large_n_takes_no_time():
+    assert found("repetition_penalty:ngram_size=1000000000")(completion_ids=[[1] * 9]) == [0.0]
 
 
 # --- names and arguments ---

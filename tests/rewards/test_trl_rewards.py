@@ -18,19 +18,15 @@ def message(text: str) -> list[dict]:
     return [{"role": "assistant", "content": text}]
 
 
-def test_no_output_is_judged_wrong_here_and_right_by_trl(capsys):
+def test_no_output_is_judged_wrong_here_and_right_by_trl():
     outputs, references = [row[0] for row in ROWS], [row[1] for row in ROWS]
     ours = accuracy_reward(list(map(message, outputs)), solution=references)
     # One by one, because a reference that TRL cannot read has no reward (None).
     theirs = [trl.accuracy_reward([message(o)], [r])[0] for o, r in zip(outputs, references)]
     verdicts = list(zip(ROWS, ours, theirs))
     assert not [row for row, our, their in verdicts if our != row[2] and their == row[2]]
-    right = [
-        sum(given == row[2] for row, *both in verdicts for given in both[k : k + 1]) for k in (0, 1)
-    ]
-    assert right[0] >= len(ROWS) - 1
-    with capsys.disabled():
-        print(f" right verdicts of {len(ROWS)}: {right[0]} here, {right[1]} in TRL", end=" ")
+    right = sum(our == row[2] for row, our, _ in verdicts)
+    assert right >= len(ROWS) - 1
 
 
 TEXTS = ["<think>", "</think>", "\n", "so ", r"\boxed{7}", r"\boxed{8}", " "]
@@ -40,8 +36,8 @@ def test_formats_and_reasoning_equal_those_of_trl():
     rng = random.Random(0)
     texts = ["".join(rng.choices(TEXTS, k=rng.randrange(7))) for _ in range(300)]
     completions = list(map(message, texts))
-    for text in texts:
-        assert extra.think_format_reward([text]) == trl.think_format_reward([message(text)])
+    ours, theirs = extra.think_format_reward(completions), trl.think_format_reward(completions)
+    assert ours == theirs == extra.think_format_reward(texts)
     ours = extra.reasoning_accuracy_reward(completions, solution=["7"] * 300)
     theirs = trl.reasoning_accuracy_reward(completions, solution=["7"] * 300)
     # We read several boxes, and an unclosed <think>, in another way: see the table.
@@ -66,6 +62,7 @@ def test_lengths_and_repetition_equal_those_of_trl():
         "get_cosine_scaled_reward:max_len=70,min_value_correct=-1,max_value_correct=3",
         "get_repetition_penalty_reward",
         "get_repetition_penalty_reward:ngram_size=1,max_penalty=-0.3",
+        "get_repetition_penalty_reward:ngram_size=2,max_penalty=-2",
     ]:
         ours = extra.Rewards(Config()).reward(spec, "cpu")
         theirs = load_function(f"trl.rewards:{spec}")  # as a user's

@@ -1,10 +1,10 @@
-"""Training on prompts with pictures: packing, complete runs, the memory estimate and the files of a
-run. tests/configurations.py has the rows for resuming and for two ranks. Read next: test_engine.py.
+"""Training on prompts with pictures: complete runs, the memory estimate and the files of a run.
+
+tests/configurations.py has the rows for resuming and for two ranks. Read next: test_engine.py.
 """
 
 import dataclasses
 import json
-import random
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,34 +20,8 @@ from nanogrpo.errors import UserError
 from nanogrpo.extras.lora import adapters
 from nanogrpo.extras.vision.feature import Vision
 from nanogrpo.run import output
-from nanogrpo.types import Prompt, Sample
-from tests.conftest import SOLO, arguments, packed
+from tests.conftest import SOLO, arguments
 from tests.vision.base import load, prompts, records, write_data
-
-
-def completions(found: list[Prompt], group: int = 4) -> list[Sample]:
-    rng, out = random.Random(0), []
-    for prompt in found:
-        for j in range(group):
-            ids = [rng.randrange(90) for _ in range(rng.choice([1, 3, 9]))]
-            s = Sample(prompt, j, ids, [-1.0] * len(ids), True, [0] * len(ids))
-            s.advantage = rng.gauss(0, 1)
-            out.append(s)
-    return out
-
-
-# --- packing ---
-
-
-def test_a_strip_names_the_row_of_each_prompt_with_pictures(base):
-    found = prompts(base)
-    (batch,) = packed(completions(found), Config(num_generations=4))
-    assert len(batch.inputs) == sum(p.inputs is not None for p in found)
-    for row, images in batch.inputs:
-        (prompt,) = (p for p in found if p.inputs is images)
-        assert batch.tokens[row : row + len(prompt.token_ids)].tolist() == prompt.token_ids
-        assert batch.positions[row] == 0
-
 
 # --- complete runs ---
 
