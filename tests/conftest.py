@@ -232,6 +232,13 @@ def logp_of(model: Decoder, samples: Sequence[Sample], cfg: Config) -> list[torc
     return out
 
 
+def logp_alone(model: Decoder, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
+    """Return the model's log-probs of a completion, from one forward over its sequence alone."""
+    ids, own = torch.tensor(sample.prompt.token_ids + sample.token_ids), len(sample.token_ids)
+    logp = (model(ids, *positions_of([len(ids)])) / temperature).log_softmax(-1)
+    return logp[-own - 1 : -1].gather(1, ids[-own:, None])[:, 0]
+
+
 def set_logp(model: Decoder, samples: Sequence[Sample], name: str, cfg: Config) -> None:
     """Set `sample.old_logp` or `sample.ref_logp` to the model's log-probs."""
     for sample, logp in zip(samples, logp_of(model, samples, cfg)):

@@ -3,10 +3,10 @@ other, repetition, learning.
 
 The last ones are runs of train.py on a task of one digit: the answer to "7=" is
 `<answer>7</answer>`, and the base model sometimes gives it. There are twelve numbered
-invariants. 1 is in tests/grpo/test_objectives.py, 3, 4 and 7 are in tests/grpo/test_loss.py, 5 is
-in tests/grpo/test_packing.py and tests/engine/test_local.py, which has 6, too. 12 is in
-tests/grpo/test_trl_parity.py, and the killed runs of 9 are in tests/run/test_state.py. Read it
-next.
+invariants. 1 is in tests/grpo/test_objectives.py, 3 is in tests/model/test_head.py, 4 and 7 are in
+tests/grpo/test_advantages.py and test_loss.py, 5 is in tests/grpo/test_packing.py and
+tests/engine/test_local.py, which has 6, too. 12 is in tests/grpo/test_trl_parity.py, and the killed
+runs of 9 are in tests/run/test_state.py. Read it next.
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ from nanogrpo.model.decoder import Decoder
 from nanogrpo.types import Prompt, Sample
 from tests.conftest import (
     lines,
+    logp_alone,
     packed,
     random_samples,
     set_logp,
@@ -117,21 +118,7 @@ def test_packed_log_probs_equal_those_of_the_sample_alone():
     model, samples, cfg = tiny_model(), random_samples(), config(temperature=0.7)
     set_logp(model, samples, "old_logp", cfg)
     for s in samples:
-        ids = torch.tensor(s.prompt.token_ids + s.token_ids)
-        (batch,) = packed([s], cfg)
-        logits = model.forward_strip(batch, lambda hidden, weight: hidden @ weight.T) / 0.7
-        alone = logits.log_softmax(-1).gather(1, ids[len(s.prompt.token_ids) :, None])[:, 0]
-        torch.testing.assert_close(s.old_logp, alone, rtol=1e-5, atol=1e-5)
-
-
-def test_changing_one_sample_changes_no_bit_of_the_others():
-    model, samples, cfg = tiny_model(), random_samples(), config()
-    set_logp(model, samples, "old_logp", cfg)
-    before = [s.old_logp.clone() for s in samples]
-    samples[5].token_ids = [(t + 1) % 151 for t in samples[5].token_ids]
-    set_logp(model, samples, "old_logp", cfg)
-    for i, (s, old) in enumerate(zip(samples, before)):
-        assert torch.equal(s.old_logp, old) is (i != 5), i
+        torch.testing.assert_close(s.old_logp, logp_alone(model, s, 0.7), rtol=1e-5, atol=1e-5)
 
 
 # --- the task of one digit ---
@@ -207,10 +194,8 @@ def learned(lines: list[dict]) -> tuple[float, float]:
     return first, last
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_the_reward_rises(digit_base, digit_data, tmp_path, loss_type):
-    options = ["--max-steps", "30", "--loss-type", loss_type]
-    before, after = learned(run(digit_base, digit_data, tmp_path, *options))
+def test_the_reward_rises(digit_base, digit_data, tmp_path):
+    before, after = learned(run(digit_base, digit_data, tmp_path, "--max-steps", "30"))
     assert before < 0.6
     assert after > before + 0.2
 

@@ -10,28 +10,17 @@ import dataclasses
 import pytest
 import torch
 
+from nanogrpo import Config
 from nanogrpo.engine import local, runner
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.engine.runner import Runner
 from nanogrpo.extras.rope_scaling import Scaling
 from nanogrpo.extras.window import FULL, SLIDING, Windows
-from tests.conftest import positions_of, tiny_model
+from tests.conftest import logp_of, tiny_model
 from tests.engine.small import make_engine, make_prompts, same
 
 STOPS = range(12)  # of 151 tokens: about one in twelve stops a completion
 PARAMS = SamplingParams(max_tokens=24, stop_token_ids=STOPS, seed=5)
-
-
-def trainer_logp(model, samples, temperature):
-    """Return the log-probs of all completions by the trainer's forward over one packed strip."""
-    ids = [torch.tensor(s.prompt.token_ids + s.token_ids) for s in samples]
-    positions, attend = positions_of([len(x) for x in ids])
-    with torch.no_grad():
-        logp = (model(torch.cat(ids), positions, attend) / temperature).log_softmax(-1)  # [T, V]
-    rows = logp.split([len(x) for x in ids])
-    return [
-        r[:-1].gather(1, x[1:, None])[-len(s.token_ids) :, 0] for r, x, s in zip(rows, ids, samples)
-    ]
 
 
 # --- the cache ---
@@ -61,7 +50,8 @@ def test_log_probs_equal_the_trainers_after_each_load(temperature, changes, page
         model = tiny_model(seed=seed, **changes)
         engine.load(model, version=seed)
         samples = engine.sample(make_prompts(), 4, params, step=0)
-        for s, logp in zip(samples, trainer_logp(model, samples, temperature or 1.0)):
+        cfg = Config(num_generations=4, temperature=temperature or 1.0)
+        for s, logp in zip(samples, logp_of(model, samples, cfg)):
             torch.testing.assert_close(torch.tensor(s.logp), logp, atol=1e-5, rtol=1e-5)
 
 
@@ -185,23 +175,14 @@ def test_non_finite_logits_raise_an_error_and_leave_no_nan_in_the_cache(paged):
     [{}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9}, {"temperature": 0.0}],
 )
 def test_cuda_graphs_sample_what_eager_decoding_samples(changes):
-    model, prompts = tiny_model().cuda(), make_prompts()
+    """Also with newly loaded weights."""
+    models = [tiny_model(seed=seed).cuda() for seed in range(2)]
     params = dataclasses.replace(PARAMS, **changes)
     eager, graphs = (
-        make_engine(model, slots=7, device="cuda", dtype=torch.float32) for _ in range(2)
+        make_engine(models[0], slots=7, device="cuda", dtype=torch.float32) for _ in range(2)
     )
     eager.runner = Runner(eager.model, eager.cache, eager.scheduler.state)
-    same(*(engine.sample(prompts, 6, params, step=0) for engine in (graphs, eager)))
-
-
-@pytest.mark.gpu
-def test_graphs_follow_newly_loaded_weights():
-    model, prompts = tiny_model().cuda(), make_prompts()
-    engine = make_engine(model, slots=7, device="cuda", dtype=torch.float32)
-    engine.sample(prompts, 6, PARAMS, step=0)
-    other = tiny_model(seed=1).cuda()
-    engine.load(other, version=8)
-    fresh = make_engine(other, slots=7, device="cuda", dtype=torch.float32)
-    assert ids(engine.sample(prompts, 6, PARAMS, step=0)) == ids(
-        fresh.sample(prompts, 6, PARAMS, step=0)
-    )
+    for model in models:
+        for engine in (graphs, eager):
+            engine.load(model, version=8)
+        same(*(engine.sample(make_prompts(), 6, params, step=0) for engine in (graphs, eager)))

@@ -1,18 +1,12 @@
-"""Sampling one token: the hash against its definition, tokens against the softmax, filters against
-transformers, and edge cases.
+"""Sampling one token: the hash against its definition, tokens against the softmax, and edge cases.
 
-The statistics use fixed keys, so they are the same in every run. Read next:
-tests/engine/test_local.py.
+The statistics use fixed keys, so they are the same in every run. test_truncation.py compares the
+filters with transformers. Read next: tests/engine/test_local.py.
 """
 
 import pytest
 import torch
 from nanogrpo.kernels.reference.sample import uniform
-from transformers import (
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from nanogrpo.engine.base import SamplingParams, stream
 from nanogrpo.engine.sampler import filter_logits, sample
@@ -97,26 +91,3 @@ def test_a_token_of_probability_zero_is_never_sampled(u, monkeypatch):
         assert token[0] == 2005
         assert logp.isfinite().all()
         assert kept.gather(1, token[:, None]).isfinite().all()
-
-
-FILTERS = [
-    {"top_k": 5},
-    {"top_k": 151},
-    {"top_k": 500},
-    {"top_p": 0.8},
-    {"top_p": 1e-6},
-    {"temperature": 0.5, "top_k": 30, "top_p": 0.7},
-    {"temperature": 2.0, "top_k": 3, "top_p": 0.99},
-]
-
-
-@pytest.mark.parametrize("changes", FILTERS, ids=str)
-def test_filters_equal_those_of_transformers(changes):
-    params = SamplingParams(**changes)
-    logits = torch.randn(50, 151, generator=torch.Generator().manual_seed(0)) * 3
-    expected = TemperatureLogitsWarper(params.temperature)(None, logits)
-    if params.top_k:
-        expected = TopKLogitsWarper(params.top_k)(None, expected)
-    if params.top_p < 1:
-        expected = TopPLogitsWarper(params.top_p)(None, expected)
-    assert torch.equal(filter_logits(logits, params) / params.temperature, expected)

@@ -189,13 +189,11 @@ def test_a_call_that_takes_too_long_is_ended(tokenizer):
     assert len({*threading.enumerate()} - before) == 1
 
 
-@pytest.mark.parametrize("where", ["tool", "reward", "rollout"])
+@pytest.mark.parametrize("where", ["tool", "rollout"])
 def test_a_child_of_the_users_code_does_not_return_into_the_loop(tokenizer, where):
     me = os.getpid()
     if where == "tool":
         converse(calls_of(tokenizer, fork), [[call("fork") + END, "So." + END]])
-    elif where == "reward":
-        rewards.call(lambda completions, **kwargs: [fork()], {"completions": [""]}, {})
     else:
         engine = TurnsEngine(None, lambda *_: fork(), tokenizer, 9, SOLO.gather)
         engine.sample([], 1, SamplingParams(max_tokens=9), 0)
@@ -544,18 +542,13 @@ def example(tmp_path_factory):
     return folder
 
 
-def options(example, output, *more: str) -> list[str]:
-    return [
-        *("--model", str(example / "base"), "--data", str(example / "train.jsonl")),
-        *("--max-completion-length", "32", "--device", "cpu", "--output-dir", str(output), *more),
-    ]
-
-
 def test_the_example_learns_to_call_its_tool(example, tmp_path):
-    more = ["--reward-funcs", "accuracy", "--tools", f"{EXAMPLE}:multiply", "--max-steps", "8"]
+    more = ["--model", str(example / "base"), "--data", str(example / "train.jsonl")]
+    more += ["--max-completion-length", "32", "--device", "cpu", "--output-dir", str(tmp_path)]
+    more += ["--reward-funcs", "accuracy", "--tools", f"{EXAMPLE}:multiply", "--max-steps", "8"]
     more += ["--learning-rate", "5e-4", "--log-completions", "--eval-steps", "8"]
     more += ["--eval-data", str(example / "test.jsonl"), "--eval-samples", "32"]
-    assert train.main(options(example, tmp_path, *more)) == 0
+    assert train.main(more) == 0
     first, last = (row for row in lines(tmp_path) if "eval/reward" in row)
     assert first["eval/reward"] < 0.5 < 0.9 < last["eval/reward"]
     assert last["eval/tools/call_frequency"] >= 0.9 > first["eval/tools/call_frequency"]

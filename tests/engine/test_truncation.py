@@ -148,7 +148,10 @@ def test_log_probs_that_a_rollout_function_has_computed_are_refused(tmp_path, ro
     assert "as turns.generate returns them" in one_sentence(capsys)
 
 
-@pytest.mark.parametrize("filters", [*FILTERS, {"min_p": 1.0}, {"min_p": 1e-6}], ids=str)
+EDGES = [{"top_k": 151}, {"top_k": 500}, {"top_p": 1e-6}, {"min_p": 1.0}, {"min_p": 1e-6}]
+
+
+@pytest.mark.parametrize("filters", [*FILTERS, *EDGES], ids=str)
 def test_the_filters_are_applied_in_the_order_of_transformers(filters):
     engine, params = keeping(make_engine(slots=50), **filters)
     logits = torch.randn(50, 151, generator=torch.Generator().manual_seed(0)) * 3

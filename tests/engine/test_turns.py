@@ -20,7 +20,7 @@ from nanogrpo.grpo import loss as grpo
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.rewards import plugin
 from nanogrpo.types import Prompt
-from tests.conftest import SOLO, packed, positions_of, tiny_model
+from tests.conftest import SOLO, logp_alone, packed, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +40,6 @@ def engine_of(tokenizer, function=None):
     if function is None:
         return engine
     return TurnsEngine(engine, function, tokenizer, tokenizer.vocab_size, SOLO.gather)
-
-
-def logp_given_prompt(model, sample):
-    """Return the model's log-probs of a completion, from one forward over the sequence."""
-    ids = torch.tensor(sample.prompt.token_ids + sample.token_ids)
-    logp = model(ids, *positions_of([len(ids)])).log_softmax(-1)
-    before = len(sample.prompt.token_ids) - 1
-    return logp[before:-1].gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
 
 
 def one_turn(samples, turns):
@@ -88,7 +80,7 @@ def test_answers_are_read_but_do_not_count_as_the_models_tokens(tokenizer):
             assert s.token_ids[start - 1] in letters
             assert s.token_ids[start : start + 2] == answer[: 16 - start]
         assert s.stopped == (s.token_ids[-1] == 3)
-        logp = logp_given_prompt(model, s)
+        logp = logp_alone(model, s)
         # tokens after an answer are the model's too, given the answer
         for i in s.model_token_indices:
             assert logp[i].item() == pytest.approx(s.logp[i], abs=1e-5)
@@ -109,7 +101,7 @@ def test_a_completion_continues_its_own_prompt_whichever_samples_are_passed(toke
     for s in engine_of(tokenizer, function).sample(
         [*PROMPTS, Prompt(3, "3+1=", [53, 14, 20, 30])], 4, PARAMS, step=0
     ):
-        logp = logp_given_prompt(model, s)
+        logp = logp_alone(model, s)
         torch.testing.assert_close(logp, torch.tensor(s.logp), rtol=0, atol=1e-5)
 
 
@@ -131,7 +123,7 @@ def test_the_gradient_equals_that_of_a_masked_sequence(tokenizer):
     model.zero_grad()
 
     for s in samples:
-        logp = logp_given_prompt(model, s)
+        logp = logp_alone(model, s)
         own = torch.tensor(s.is_model_token)
         (-(s.advantage * logp * own).sum() / own.sum() / len(samples)).backward()
     for n, p in model.named_parameters():
@@ -204,13 +196,3 @@ def test_a_rollout_that_cannot_be_trained_on_is_an_error(tokenizer, function, se
 )
 def test_the_calculator(text, answer):
     assert plugin.load(f"{CALCULATOR}:calculate", "")(text) == answer
-
-
-def test_a_run_with_the_calculator(rows_of):
-    rows = rows_of(
-        f"--rollout {CALCULATOR}:rollout --max-completion-length 16 --max-resample-times 2"
-        " --num-iterations 2 --beta 0.1"
-    )
-    assert len(rows) == 3
-    # of the model's tokens, given the answers
-    assert all(row["sampling/sampling_logp_difference/max"] < 1e-5 for row in rows)
