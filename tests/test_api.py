@@ -77,16 +77,6 @@ def test_functions_and_records_train_as_files_do(tiny_base, tmp_path):
     assert len({*nanogrpo.generate(rows, ["1+1="] * 3, temperature=1.0)}) == 3
 
 
-def test_a_datasets_dataset_trains(tiny_base, tmp_path):
-    datasets = pytest.importorskip("datasets")
-    splits = datasets.DatasetDict(
-        train=datasets.Dataset.from_list(SUMS), test=datasets.Dataset.from_list(SUMS[:2])
-    )
-    cfg = config(tiny_base, tmp_path, max_steps=1, eval_steps=1)
-    rows = train(cfg, reward_funcs="format", train_dataset=splits)
-    assert [row["eval/after"] for row in rows.evals] == [0, 1]
-
-
 def test_a_function_with_the_name_of_a_built_in_one_is_the_users(tiny_base, tmp_path):
     def accuracy_reward(completions, gt, **kwargs):
         return [0.25 for _ in completions]
@@ -137,13 +127,6 @@ def test_training_in_a_thread_needs_no_signals(tiny_base, tmp_path):
     thread.start()
     thread.join()
     assert len(rows) == 1
-
-
-def test_a_function_can_stop_the_run(tiny_base, tmp_path):
-    data = {"reward_funcs": "format", "train_dataset": SUMS}
-    stop = {"on_step": lambda row: row["step"] == 1}
-    rows = train(config(tiny_base, tmp_path, max_steps=5), **data, **stop)
-    assert (rows.steps, rows.checkpoint) == ([1, 2], tmp_path / "checkpoint-2")
 
 
 def test_a_reward_function_may_have_a_name_with_dots(tiny_base, tmp_path, monkeypatch):

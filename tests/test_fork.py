@@ -34,7 +34,7 @@ from nanogrpo.model.checkpoint import load_model
 from nanogrpo.rewards import plugin
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm.client import VLLMEngine
-from tests.conftest import arguments, one_sentence, packed, positions_of, steps, tiny_model
+from tests.conftest import arguments, logp_alone, one_sentence, packed, steps, tiny_model
 
 CALCULATOR = Path(train.__file__).parent / "examples" / "calculator.py"
 ROOT = Path(train.__file__).parent
@@ -74,6 +74,9 @@ def test_a_recipe_runs_from_any_folder_and_its_options_are_like_others(
     assert "--learning-rate" not in text
     cfg = parse([*argv, "--overwrite-output-dir", "--median-baseline"], kind=options)
     assert "median/good" in nanogrpo.train(cfg, features=median["features"])[0]
+    cfg, rewards = Config(num_generations=5), [1.0, 0.0, 0.0, 9.0, 2.0]
+    values, _ = advantages.step_advantages(rewards, cfg, features=[median["Median"]()])
+    assert values == [0.0, -1.0, -1.0, 8.0, 1.0]
 
 
 @pytest.fixture
@@ -168,11 +171,7 @@ def test_completions_of_two_temperatures_have_the_log_probs_of_their_own(
     assert [s.index for s in seen] == [0, 1, 2, 3] * 4
     model = load_model(tiny_base)
     for s in seen:
-        ids = torch.tensor(s.prompt.token_ids + s.token_ids)
-        with torch.no_grad():
-            logits = model(ids, *positions_of([len(ids)]))[-len(s.token_ids) - 1 : -1]
-        logp = (logits / (0.7 if s.index < 2 else 1.3)).log_softmax(-1)
-        expected = logp.gather(1, torch.tensor(s.token_ids)[:, None])[:, 0]
+        expected = logp_alone(model, s, 0.7 if s.index < 2 else 1.3)
         torch.testing.assert_close(torch.tensor(s.logp), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -201,17 +200,6 @@ def test_the_default_loss_never_calls_its_term(rows_of, monkeypatch):
 def test_gmpo_trains(rows_of, gmpo):
     rows = rows_of("--num-iterations 2 --loss-type gmpo --epsilon 3e-3 --learning-rate 1e-3")
     assert all(row["grad_norm"] > 0 and 0 < row["gmpo/cut"] < 1 for row in rows)
-
-
-def test_the_median_is_the_baseline(rows_of, monkeypatch):
-    names = example("The seam")
-    assert names["MedianOptions"]().median_baseline is False
-    feature, cfg = names["Median"](), Config(num_generations=5, generation_batch_size=5)
-    rewards = [1.0, 0.0, 0.0, 9.0, 2.0]
-    values, _ = advantages.step_advantages(rewards, cfg, [[r] for r in rewards], [feature])
-    assert values == [0.0, -1.0, -1.0, 8.0, 1.0]
-    monkeypatch.setattr(train, "attach", lambda *_: [feature])
-    assert all(0 <= row["median/good"] < 1 for row in rows_of())
 
 
 @pytest.mark.parametrize("rollout", ["", f"--rollout {CALCULATOR}:rollout"])

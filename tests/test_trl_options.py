@@ -394,6 +394,7 @@ def port(base: Path, folder: Path) -> list[int]:
 
 def test_a_port_runs_under_torchrun_and_all_ranks_stop_together(tiny_base, tmp_path):
     assert ranks.run(2, port, tiny_base, tmp_path / "run") == [[1], [1]]
+    assert (tmp_path / "run/checkpoint-1/state.json").exists()
 
 
 @pytest.mark.parametrize(

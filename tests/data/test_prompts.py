@@ -60,19 +60,21 @@ def write(path, *lines):
 def test_plain_and_conversational_records_keep_every_other_column(tmp_path, chat):
     messages = [{"role": "user", "content": "3+4="}]
     rows = [
-        {"prompt": "3+4=", "solution": 7, "level": None},
+        # a line separator inside a text does not end the line
+        {"prompt": "3+4=", "solution": "a\u2028b\u0085c", "level": None},
         {"prompt": messages, "tags": ["a", {"b": 1}]},
     ]
     path = write(
         tmp_path / "data.jsonl",
-        "\ufeff" + json.dumps(rows[0]),
+        "\ufeff" + json.dumps(rows[0], ensure_ascii=False),
         "",
         "  ",
         json.dumps(rows[1]) + "\r",
         "",
     )
     first, second = load(path, chat, enable_thinking=False)
-    assert (first.id, first.text, first.columns) == (0, "3+4=", {"solution": 7, "level": None})
+    columns = {"solution": "a\u2028b\u0085c", "level": None}
+    assert (first.id, first.text, first.columns) == (0, "3+4=", columns)
     assert first.token_ids == chat.encode("3+4=")
     assert (second.id, second.text, second.columns) == (1, messages, {"tags": ["a", {"b": 1}]})
     assert second.token_ids == chat.encode(chat.render(messages, enable_thinking=False))
@@ -80,17 +82,7 @@ def test_plain_and_conversational_records_keep_every_other_column(tmp_path, chat
     again = [one(row, chat, enable_thinking=False) for row in rows]
     assert fields(again) == fields([first, second])
     # the caller's records are not changed
-    assert rows[0] == {"prompt": "3+4=", "solution": 7, "level": None}
-
-
-def test_a_line_separator_inside_a_text_does_not_end_the_line(tmp_path, plain):
-    text = "a\u2028b\u0085c"
-    assert (
-        load(write(tmp_path / "d.json", json.dumps({"prompt": text}, ensure_ascii=False)), plain)[
-            0
-        ].text
-        == text
-    )
+    assert rows[0] == {"prompt": "3+4=", **columns}
 
 
 def test_gsm8k_records_become_messages_or_text_and_a_solution(chat, plain):
@@ -101,21 +93,6 @@ def test_gsm8k_records_become_messages_or_text_and_a_solution(chat, plain):
         assert a.columns == b.columns
         assert set(a.columns) == {"answer", "solution"}
         assert a.columns["answer"].endswith("#### " + a.columns["solution"])
-    solutions = [p.columns["solution"] for p in text]
-    assert solutions == [
-        "22",
-        "80",
-        "1,200",
-        "12.5",
-        "-5",
-        "26",
-        "270",
-        "18",
-        "350",
-        "30",
-        "1320",
-        "16",
-    ]
 
 
 def test_a_solution_column_is_not_overwritten_and_a_prompt_comes_before_a_question(plain):

@@ -16,7 +16,6 @@ from nanogrpo.distributed.world import World
 from nanogrpo.errors import UserError
 from nanogrpo.extras import flash4
 from nanogrpo.extras.sharding import be_deterministic, compute_dtype
-from nanogrpo.kernels import reference
 from nanogrpo.model import dispatch, gpu_attention
 from nanogrpo.run import setup as parts
 from tests.conftest import SOLO
@@ -55,13 +54,6 @@ def test_one_line_says_what_computes(caplog):
     assert logged(caplog, SOLO) == f"{on_cpu}PyTorch functions, {ON_CPU}"
     be_deterministic()  # --full-determinism
     assert flash4.deterministic()
-
-
-def test_the_choice_holds_for_the_process():
-    parts.choose_kernels(Config(kernels="torch"), GPU, 128, torch.bfloat16)
-    assert dispatch.functions_for(GPU.device) is reference
-    parts.choose_kernels(Config(), GPU, 128, torch.bfloat16)
-    assert dispatch.functions_for(GPU.device) is not reference
 
 
 def test_triton_without_a_gpu_is_one_sentence(monkeypatch):

@@ -226,7 +226,11 @@ def in_own_folder(folders: list[Path], output: Path, more: str) -> int:
     return train.main(relative(output, *more.split() * rank))
 
 
-@pytest.mark.parametrize("name", [*CHANGES, "seed 2", "max_steps 3", "save_steps 1", "resume true"])
+# one of each kind: the prompts, a file of the model, its weights, a file that an option names
+SOME = ["prompt", "eps", "weights", "reward"]
+
+
+@pytest.mark.parametrize("name", [*SOME, "seed 2", "max_steps 3", "save_steps 1", "resume true"])
 def test_ranks_with_other_inputs_are_refused(inputs, tmp_path, name):
     shutil.copytree(inputs, other := tmp_path / "other")
     change, called = CHANGES.get(name, (lambda folder: None, name.split()[0]))
