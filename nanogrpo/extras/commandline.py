@@ -112,6 +112,9 @@ def of_run(model: str, taken: str) -> cli.Options:
     with their default values are left out.
     """
     log = Path(model).parent / "metrics.jsonl"
+    if taken and log.exists() and not Path(model).exists():
+        runs = f"`nanogrpo runs {log.parent}` shows the checkpoint to use"
+        raise UserError(f"{model} does not exist: {runs}.")
     run = summarize(read_records(log)).options if taken and log.exists() else {}
     if run:
         run |= {"data": run["eval_data"] or run["data"], "output_dir": f"{model}/eval"}
