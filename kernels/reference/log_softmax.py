@@ -2,7 +2,7 @@
 gradients.
 
 In: logits [N, V] of any float type, targets [N], temperature. Out: vectors [N] in float32 (float64
-if the logits are float64, as in tests with finite differences). Read next: fused_rows.py.
+if the logits are float64, as in tests). Read next: fused_rows.py.
 """
 
 from collections.abc import Iterator

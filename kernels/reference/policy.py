@@ -12,8 +12,7 @@ These functions are called between train.py and `policy_terms`:
 
 The derivatives are written as formulas, instead of using autograd. The formulas specify what the
 kernels compute, and the fused head needs the derivatives during its forward pass. A test compares
-the derivatives with autograd and finite differences (tests/model/test_head.py). Read next:
-log_softmax.py.
+the derivatives with autograd in float64 (tests/model/test_head.py). Read next: log_softmax.py.
 """
 
 import math

@@ -1,5 +1,5 @@
 """The operations of nanogrpo/model/head.py with the equations of kernels/reference/, against
-autograd and finite differences.
+autograd.
 
 Read next: test_head_autograd.py (torch features), tests/kernels/test_head_work.py (the cost),
 tests/kernels/test_log_softmax.py (the Triton kernels against these equations).
