@@ -87,10 +87,12 @@ class Closing(Feature):
 
 
 def main(argv: list[str]) -> None:
-    folder = Path(argv[0] if argv else "runs")
-    logs = sorted(folder.rglob("metrics.jsonl"))
-    if not logs:
-        raise UserError(f"{folder} contains no run: name a folder above a metrics.jsonl.")
+    logs: list[Path] = []
+    for folder in argv or ["runs"]:
+        found = sorted(Path(folder).rglob("metrics.jsonl"))
+        if not found:
+            raise UserError(f"{folder} contains no run: name a folder above a metrics.jsonl.")
+        logs += found
     print(f"{'checkpoint':32}  {'from':32}  summary")
     for log in logs:
         run = summarize(read_records(log))

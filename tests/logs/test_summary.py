@@ -56,7 +56,7 @@ def test_runs_are_listed_with_the_checkpoint_to_use(tmp_path, capsys):
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     capsys.readouterr()
-    assert commands.main(["runs", str(tmp_path)]) == 0
+    assert commands.main(["runs", str(tmp_path / "a"), str(tmp_path)]) == 0
     shown = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:]]
-    used = ("a/checkpoint-3", "b/checkpoint-2", "c")
+    used = (*2 * ["a/checkpoint-3"], "b/checkpoint-2", "c")
     assert shown == [[str(tmp_path / path), "base"] for path in used]

@@ -22,6 +22,7 @@ OPTIONS = """
 
 def main(argv: list[str]) -> None:
     folder = argv[0] if argv else "runs/demo"
+    print("First, a small model learns to write solutions. This takes one to four minutes.")
     warmup.main([f"{folder}/base"])
     given = f"--model={folder}/base", f"--output-dir={folder}"
     api.train(commandline.parse([*OPTIONS.split(), *given]))
