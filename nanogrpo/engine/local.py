@@ -111,7 +111,9 @@ class LocalEngine:
     def sample_steps(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
     ) -> Iterator[list[Sample]]:
-        """Yield the completions with their tokens so far, after each call of `Runner.decode`."""
+        """Yield the completions with their tokens so far, each time the host has read tokens. No
+        weights may be loaded in between.
+        """
         completions = [
             Completion(
                 Sample(p, j, [], [], False, []),

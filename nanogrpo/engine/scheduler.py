@@ -33,7 +33,7 @@ class Completion:
     key: int  # key of its random stream
     turn: int  # the position among all completions
     # The input tokens to start from. All completions of a prompt share one list of its tokens.
-    # If a completion was put back into the queue, it has a new list with all its tokens so far.
+    # A completion that was put back into the queue has a new list, with all its tokens so far.
     start: list[int]
     row: int = -1  # the row of `state` with its next input; -1 if it has none yet
 
@@ -85,6 +85,8 @@ class Scheduler:
                 break
             youngest = max(self.active, key=lambda c: c.turn)
             ids = youngest.sample.prompt.token_ids + youngest.sample.token_ids
+            if len(ids) == len(youngest.start):  # no new token: the prefill may still be there
+                ids = youngest.start
             self.waiting.appendleft(replace(youngest, start=ids, row=-1))
             youngest.limit = 0  # discard the tokens that the host has not read yet
             self.put_back += 1
@@ -111,7 +113,7 @@ class Scheduler:
             inputs = [(c.row, c.start[-1], c.position, c.key) for c in self.active]
             x = moved(torch.tensor(inputs), self.state.device).T  # [4, b]
             self.state[:, : len(rows)] = torch.where(x[0] < 0, x[1:], self.state[:, x[0]])
-            for c, row in zip(self.active, rows):
+            for row, c in enumerate(self.active):
                 c.row = row
         return bool(rows)
 

@@ -134,7 +134,7 @@ def test_stop_ids_come_from_the_model_config_if_there_is_no_generation_config(tm
     assert Tokenizer(folder).stop_token_ids == [2, 0]
     for unknown in (302, -1):
         (folder / "config.json").write_text(f'{{"eos_token_id": {unknown}}}')
-        with pytest.raises(UserError, match=r"or config\.json, is missing or not in tokenizer"):
+        with pytest.raises(UserError, match=r"or config\.json\) is missing or not in tokenizer"):
             Tokenizer(folder)
     (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
     assert Tokenizer(folder).stop_token_ids == [2, 0]
