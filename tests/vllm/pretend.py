@@ -24,6 +24,9 @@ from nanogrpo.distributed.world import World
 from nanogrpo.vllm import buckets, sync
 
 WORLD = World(0, 1, torch.device("cuda", 0))
+# These groups are kept: the destructor of a gloo group waits for its operations, and the garbage
+# collector would call it in the middle of another broadcast.
+ABORTED = []
 
 
 class Work:
@@ -69,6 +72,7 @@ class PretendedNCCL:
         if not self.aborted:
             self.aborted = True
             self.gloo.abort()
+            ABORTED.append(self)
 
 
 @contextlib.contextmanager
