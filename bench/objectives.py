@@ -9,9 +9,9 @@ single row:
     python -m bench.objectives --experiments clip --cases "0.2"
 
 Six experiments train SmolLM2-135M on the word problems of `make real`, and need a GPU. The last
-experiment trains the tiny model of `make demo` on a CPU, with each loss type and other options. No
-option is tuned for a single row. Within an experiment, all rows have the same learning rate, except
-the on-policy row of the tiny model.
+experiment trains the tiny model of `make demo` on a CPU, with each loss type and other options. The
+options of individual rows are not tuned. Within an experiment, all rows have the same learning
+rate, except the on-policy row of the tiny model.
 
 Several runs execute in parallel. A record is written when its run ends. A run that has a record is
 not repeated, so an interrupted benchmark can be continued. If two rows have the same options, both
@@ -136,8 +136,8 @@ EXPERIMENTS = {
         " and in training (by 7 to 10 points). But the differences from groups of 8 are at most"
         " 2.3 standard errors. Another difference is larger, although we had not planned to test"
         " it: in training, groups of 32 are 7 points less accurate than groups of 16 (3.4 standard"
-        " errors). So the eight seeds suggest, but do not prove, that two kinds of groups learn"
-        " more slowly: groups of two, and large groups from few prompts.",
+        " errors). So the eight seeds suggest, but do not prove, that runs learn more"
+        " slowly with groups of two, and with large groups from few prompts.",
     ),
     "baseline": Experiment(
         "What should be subtracted from a reward, and by what should the difference be divided?",
@@ -150,7 +150,7 @@ EXPERIMENTS = {
             "group's mean / group's mean": "--advantage-estimator maxrl",
         },
         "If centered rewards are divided by the standard deviation of the batch instead of the"
-        " group's, runs end 6.5 points higher (3.4 standard errors). But the 6.5 points may be"
+        " group, runs end 6.5 points higher (3.4 standard errors). But the 6.5 points may be"
         " chance: the difference in training accuracy and the differences from the rows without a"
         " division are within the noise. All other differences from the first row are within the"
         " noise. `rloo` subtracts the mean of the other seven completions. The advantages of"
@@ -269,28 +269,28 @@ no gradient because of the objective. For gspo and luspo, `clipped` is the fract
 without a gradient. For cispo, `clipped` is the fraction of tokens whose ratio is clipped. Clipped
 tokens of cispo keep their gradient.
 
-The column `minus first row` is the mean difference from the first row ± its standard error. Each
-run is compared with the run of the first row that has the same seed. Even if two rows were equally
-good, their difference would exceed a certain limit by chance in one of twenty cases. The limit for
-one case in twenty is 2.4 standard errors with eight seeds, and 2.8 standard errors with five seeds
-(Student's t). So a table with sixteen differences may well contain a difference that exceeds the
-limit by chance. The tables on group size, baseline and normalizer have the same eight runs in their
-first rows. If these eight runs ended low by chance, all differences in these three tables are too
-high.
+The column `minus first row` is the mean difference from the first row ± its standard error. For
+each seed, the run of a row is compared with the run of the first row. If two rows were equally
+good, their difference would still exceed 2.4 standard errors by chance in one of twenty cases, or
+2.8 standard errors if there are only five seeds (Student's t). So a table with sixteen differences
+may well contain a difference that exceeds this limit by chance. The tables on group size, baseline
+and normalizer have the same eight runs in their first rows. If these eight runs ended low by
+chance, all differences in these three tables are too high.
 
-No option was tuned for a single row. All rows of a table have the same learning rate. The learning
-rate is 3e-5, from examples/word_problems.json, unless the options of all rows set another learning
-rate. Only the row `dapo, on policy` of the tiny model has its own learning rate. The page
+We did not tune the options of individual rows. All rows of a table have the same learning rate. The
+learning rate is 3e-5, from examples/word_problems.json, unless the options of all rows set another
+learning rate. Only the row `dapo, on policy` of the tiny model has its own learning rate. The page
 [choices.md](choices.md#4-the-relatives-of-grpo) explains the objectives, and
 [equations.md](equations.md#the-loss-of-a-token) lists their equations.
 
 The default values of options are those of TRL, so that a command for TRL gives the same numbers in
 nanogrpo. For cispo, gspo and luspo, TRL's defaults are not the values of the papers: with
 `--epsilon 0.2`, cispo bounds each weight by 0.2, and the ratios of sequences are almost never
-clipped. Without `--importance-sampling-level sequence`, luspo has ratios per token. If a run of
-these losses has TRL's defaults, it logs the papers' values when it starts. The rows below use the
-values of the papers. With sequence ratios, `--top-entropy-quantile` also works as in TRL: it only
-scales the gradient of each completion, because the ratio of a sequence contains all of its tokens.
+clipped. Without `--importance-sampling-level sequence`, luspo has ratios per token. If a run uses
+one of these losses with TRL's defaults, it logs the values of the paper when it starts. The rows
+below use the values of the papers. With sequence ratios, `--top-entropy-quantile` cannot remove
+the gradient of single tokens, because the ratio of a sequence depends on all of its tokens. As in
+TRL, the option then only scales the gradient of each completion.
 
 To repeat a row, run `python train.py` with the options of all rows and the options of this row,
 once for each of the seeds 0, 1, … (`--seed 0`). The word problems need `--model runs/smollm2`,
