@@ -7,10 +7,11 @@ of every step.
 
 In: a checkpoint folder. Out: vLLM's own OpenAI-compatible server, with our weight-transfer engine
 (nanogrpo/vllm/worker.py) behind its weight routes, and our access control (nanogrpo/vllm/auth.py)
-in front of all routes. Every server has a secret, in the environment variable NANOGRPO_SECRET,
-which its trainers need, too. Options that --help does not list, such as --dtype, are passed to
-vLLM. This script runs in the interpreter that has vLLM. This interpreter may lack the trainer's
-packages, so the script imports very little of this project. Read next: nanogrpo/vllm/client.py.
+in front of all routes. The environment variable NANOGRPO_SECRET contains the server's secret. The
+trainers of the server need the same secret. Options that --help does not list, such as --dtype, are
+passed to vLLM. This script runs in the interpreter that has vLLM. This interpreter may lack the
+trainer's packages, so the script imports very little of this project. Read next:
+nanogrpo/vllm/client.py.
 """
 
 import argparse
@@ -111,7 +112,7 @@ def check_vllm() -> None:
 def check_port(host: str, port: int) -> None:
     """Raise UserError if the port is taken, before vLLM spends a minute loading."""
     try:
-        # a port that was closed recently counts as free, as for the server itself
+        # like the server, `listen` can use a port again soon after it was closed
         listen(host, port).close()
     except (OSError, OverflowError) as e:
         raise UserError(

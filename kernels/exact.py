@@ -60,11 +60,11 @@ def attend(
     key i of key head h is at[start + i] + h · `head_stride`. An address is an index into k and v,
     which are contiguous.
 
-    For each block of keys, with the running maximum m, sum l and result o (Milakov and Gimelshein
-    2018, 1805.02867):
+    Each block of keys updates the running maximum m, sum l and result o (Milakov and Gimelshein
+    2018, 1805.02867). The output is o / l.
 
         m' = max(m, max_j s_j);  p_j = e^{s_j - m'};  l' = l·e^{m - m'} + Σ_j p_j;
-        o' = o·e^{m - m'} + Σ_j p_j v_j;              and at the end o / l.
+        o' = o·e^{m - m'} + Σ_j p_j v_j
     """
     first, count, seen, start = (x[tiles[1] > 0, None] for x in tiles[:4])  # [tiles, 1] each
     i = torch.arange(QUERIES)

@@ -170,7 +170,7 @@ def add_product(total: Tensor | None, dlogits: Tensor, h: Tensor) -> Tensor:
     grows with the number of chunks (from 1.6e-3 for one chunk to 2.6e-3 for 8).
     """
     dtype = accumulate(h.dtype)
-    if h.is_cpu and h.dtype != dtype:  # torch has no 16-bit product with a float32 result there
+    if h.is_cpu and h.dtype != dtype:  # on a CPU, torch has no 16-bit product with a float32 result
         h, dlogits = h.to(dtype), dlogits.to(dtype)
     rows = dlogits.T  # [V, T]
     if by_onednn(h.T, rows):

@@ -40,7 +40,7 @@ from .log_softmax import LOG2E
 
 @triton.jit
 def load(X, at, there, E):
-    """Load rows of X [n, E], with zeros where no row is there."""
+    """Load rows of X [n, E], and zeros where `there` is False."""
     return tl.load(X + (at * E)[:, None] + tl.arange(0, E), mask=there[:, None], other=0.0)
 
 
@@ -74,7 +74,7 @@ def add_keys(m, l, o, x, v):
 
 @triton.jit
 def place(r, KV, HEADS):
-    """Return the query of each row, and where its head is in a tensor [T · H, E]."""
+    """Return the query of each row, and the row of its head in a tensor [T · H, E]."""
     i = r // HEADS
     return i, (i * KV + tl.program_id(1)) * HEADS + r % HEADS
 
@@ -225,7 +225,7 @@ KERNELS = (forward_kernel, 128, 64), (queries_kernel, 128, 64), (keys_kernel, 32
 def _launch(number, strip, q, k, *rest):
     kernel, ROWS, KEYS = KERNELS[number]
     (_, H, E), KV = q.shape, k.shape[1]
-    # Other GPUs than H100 and B200 have fewer registers per product, and 100 KB of shared memory.
+    # Other GPUs have fewer registers for a product than H100 and B200, and less shared memory.
     if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] not in (9, 10):
         KEYS //= 2
     blocks = triton.cdiv(strip.max_len * (H // KV), ROWS)

@@ -69,5 +69,5 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_rows(x: Tensor, index: Tensor, order: Order = None) -> Tensor:
-    """Return x[index] [n, …]. `order` is the result of `row_order`, if already computed."""
+    """Return x[index] [n, …]. If `order` is None, `row_order` computes it."""
     return _Gather.apply(x, index, *(order or row_order(index, len(x))))

@@ -1,5 +1,5 @@
-"""Compute QK-norm, rotation and attention of one decode step over a paged cache, with one kernel,
-`attend`, or with two kernels, `attend` and then `combine`.
+"""Compute QK-norm, rotation and attention of one decode step over a paged cache, in the kernels
+`attend` and `combine`.
 
 In: for the newest token of b rows, its query [b, H, E], key and value [b, K, E] and position [b],
 and the arguments of `norm_rope` (rope.py). The cache has keys and values [pages, K, PAGE, E], and

@@ -10,8 +10,8 @@ Equation.   r = exp(logp - old);
 Derivation. dr/dlogp = r. The unclipped term min(r, δ) A, called `free` below, has the derivative r
             A if r <= δ, and 0 otherwise. The clipped term clamp(r) A, called `held`, has the
             derivative r A if r is in the clip range, and 0 otherwise. The derivative of the min is
-            that of the smaller term (in the clip range, both terms are r A). dk3/dlogp = 1 - e^x,
-            so dKL/dlogp = r · (1 - e^x) + r · k3.
+            the derivative of the smaller term (in the clip range, both terms are r A).
+            dk3/dlogp = 1 - e^x, so dKL/dlogp = r · (1 - e^x) + r · k3.
 NaN.        If a log-prob is NaN, loss and gradient are NaN, as in the reference, so that the
             trainer detects the error. Therefore each comparison tests whether a value is out of
             range. In `where(|d| > 20, 0, r)`, the condition is false for NaN, so NaN is not

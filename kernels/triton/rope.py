@@ -197,7 +197,7 @@ class _NormRope(torch.autograd.Function):
         q, k, wq, wk, cos, sin = ctx.saved_tensors
         dyq, dyk = dyq.contiguous(), dyk.contiguous()
         (T, H, E), KV = dyq.shape, dyk.shape[1]
-        # There is space for the gradient of v, so the caller can multiply all three in one product.
+        # The free space is for the gradient of v: all three gradients then fit into one product.
         dx = dyq.new_empty(T, H + 2 * KV, E)[:, : H + KV]
         programs, parts = min(PROGRAMS, T), None
         if ctx.needs_input_grad[2]:
