@@ -9,8 +9,8 @@ step, in order.
 
 The bound is enforced before sampling, so finished samples are never discarded. The samples of step
 t are requested only when the training of step t − S begins. So the sampling of step t starts with
-the weights after t − S steps, or with newer weights. This rule for the bound comes from AReaL
-(arXiv:2505.24298). In this file, the bound S counts training steps.
+the weights after t − S training steps, or with newer weights. This rule for the bound comes from
+AReaL (arXiv:2505.24298). In this file, the bound S counts training steps.
 
 Weights may change in the middle of a completion. The completion then continues with its cached
 keys and values, some of which were computed with older weights. Each token is labelled with the
@@ -55,7 +55,7 @@ class AheadEngine(Wrapper):
     def __init__(self, engine: VLLMEngine, run: Run):
         cfg: Any = run.cfg
         self.engine, self.run, self.bound = engine, run, cfg.max_staleness
-        # steps in progress, oldest first, each with a Future of its samples on rank 0, else None
+        # steps in progress, oldest first; on rank 0, each has a Future of its samples
         self.requested: deque[tuple[int, Future | None]] = deque()
         # Rank 0 sends the requests of all ranks, on one thread, so the steps keep their order.
         self.pool = ThreadPoolExecutor(1, "sample")
@@ -94,10 +94,11 @@ class AheadEngine(Wrapper):
 
 
 def staleness(versions: Sequence[Counter[int]], step: int) -> dict[str, float]:
-    """Return how many versions the tokens lag behind `step`, and the fraction of mixed completions.
+    """Return the mean and largest lag of the tokens, and the fraction of mixed completions.
 
-    `versions` says for each completion how many of its tokens each version sampled. A mixed
-    completion has tokens of more than one version.
+    A token's lag is `step` minus the version of the weights that sampled it. `versions` has one
+    Counter per completion, with the number of tokens that each version sampled. A mixed completion
+    has tokens of more than one version.
     """
     tokens = sum(versions, Counter())
     mean = sum((step - v) * n for v, n in tokens.items()) / tokens.total()

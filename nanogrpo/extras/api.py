@@ -109,10 +109,10 @@ def evaluate(
     """Return the metrics of a model on held-out data (`eval/…`), and its completions with their
     rewards.
 
-    `model` is the result of `train` (for its last checkpoint), a folder or a hub id. `data` is as
-    in `train`. `options` are the options of `nanogrpo eval`. For a checkpoint of a run, all options
-    that you do not set have the values of the run. With torchrun, every rank must call this
-    function. Raises UserError.
+    `model` is a folder, a hub id, or the result of `train`, whose last checkpoint is then used.
+    `data` is as in `train`. `options` are the options of `nanogrpo eval`. For a checkpoint of a
+    run, all options that you do not set have the values of the run. With torchrun, every rank must
+    call this function. Raises UserError.
     """
     model = model.checkpoint if isinstance(model, Result) else model
     with _from_python():
@@ -200,5 +200,5 @@ def _name(function: Any) -> str:
 
 @functools.cache
 def loop() -> dict[str, Callable]:
-    """Return the functions of train.py. In a wheel, `import train` would not find this file."""
+    """Return the functions of train.py, which `import train` would not find in a wheel."""
     return runpy.run_path(str(script("train.py")))

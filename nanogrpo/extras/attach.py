@@ -1,11 +1,12 @@
 """A table of contents of the extras that attach to a run, and the condition for each.
 
-`parse` reads a command line with the options of the core and, if that is not enough, with those of
-all extras. `attach` returns the features that the options select, in the order in which they
-attach. Extras are imported only when they are needed: on a CPU, the debug profile loads none, and
-on a GPU, every run loads memory.py and sharding.py. To add an extra, write a Feature
-(nanogrpo/feature.py) and its options in a file of its own. Then add a line to SUMMARY below, an
-`if` to `wanted` below, and the options to options.py. Read before: feature.py.
+`parse` first reads a command line with only the options of the core. If the core does not accept
+the command line, `parse` reads it with the options of all extras. `attach` returns the features
+that the options select, in the order in which they attach. Extras are imported only when they are
+needed. On a CPU, the debug profile imports none. On a GPU, every run imports memory.py and
+sharding.py. To add an extra, write a Feature (nanogrpo/feature.py) and its options in a file of its
+own. Then add a line to SUMMARY below, an `if` to `wanted` below, and the options to options.py.
+Read before: feature.py.
 """
 
 import os

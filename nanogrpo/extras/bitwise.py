@@ -72,8 +72,8 @@ def use_exact_products(model: nn.Module, ours: Any) -> None:
 def swapped(
     device: torch.device, ours: SimpleNamespace, *more: tuple[ModuleType, str, Any]
 ) -> ExitStack:
-    """Replace kernels/reference/ or kernels/triton/ by `ours`. Closing the result ends this. `more`
-    lists further replacements: a module, a name in it, and the value.
+    """Replace kernels/reference/ or kernels/triton/ by `ours`, until the returned stack is closed.
+    `more` lists further replacements: a module, a name in it, and the value.
     """
     stack = ExitStack()
     where = (kernels, "triton") if dispatch.uses_triton(device) else (dispatch, "reference")

@@ -58,7 +58,7 @@ def parse(
     `program` is the parser of a program other than train.py. The first argument of such a program
     is the model. The options in `taken` get the values of the model's run, unless the command line
     has them. `kind` is the class of the options (extras/recipe.py).
-    Raises UserError for all mistakes of the command line, or all mistakes of the file, at once.
+    Raises one UserError for all mistakes of the command line, or for all mistakes of the file.
     """
     words = [*(sys.argv[1:] if argv is None else argv)]
     names = set() if program else trl_names.NAMES
@@ -106,10 +106,11 @@ def parse(
 
 
 def of_run(model: str, taken: str) -> cli.Options:
-    """Return and print options of the run that wrote a checkpoint, or none if its log is missing.
+    """Return the options of the run that wrote a checkpoint, or none if its log is missing. Rank 0
+    also prints the options.
 
     `taken` has the names of the wanted options. `data` are the held-out prompts of the run. Options
-    with their default values are left out.
+    that have their default value are left out.
     """
     log = Path(model).parent / "metrics.jsonl"
     if taken and log.exists() and not Path(model).exists():
@@ -153,8 +154,9 @@ def _typed(name: str, words: list[str], options: type[Config]) -> Any:
 
 
 def _parsed(kind: str, word: str) -> Any:
-    """Return a word as a value of this type. If this fails, return the word, which `layer` then
-    reports. An option that exists only in TRL has no type, so its value is read as YAML.
+    """Return a word as a value of this type. If this fails, return the word itself: `layer` then
+    reports the mistake. An option that exists only in TRL has no type, so its value is read as
+    YAML.
     """
     read: dict[str, Callable] = {"s": str, "i": int, "f": float, "d": json.loads}
     with contextlib.suppress(ValueError, yaml.YAMLError):

@@ -63,7 +63,7 @@ def prepare(
     """Set `importance` and `entropy_weight` of a step's micro-batches. Every rank must call it.
 
     `entropies` has a vector [M] per micro-batch, computed with the weights that sampled the tokens.
-    It is needed if only a fraction of the tokens is trained on.
+    They are needed if only a fraction of the tokens is trained on.
     """
     masks = [batch.weight != 0 for batch in batches]  # [M]
     if cfg.top_entropy_quantile < 1:

@@ -74,7 +74,7 @@ def evaluate(
     cfg, n = cast(Config, inputs.cfg), cfg.num_generations_eval
     cfg = memory.for_sampling(cfg, inputs.model, world, len(world.part(inputs.eval_prompts)) * n)
     inputs.cfg = dataclasses.replace(cfg, max_steps=1)
-    # the parts of a Run that are needed below, as they are after one step
+    # the parts of a Run that are needed below, with the values that they have after one step
     sampling = setup.sampling_params(cfg, inputs.tokenizer)
     run: Any = SimpleNamespace(**vars(inputs), sampling=sampling, done=1, epoch=1.0)
     run.engine = engine = setup.make_engine(run)

@@ -1,7 +1,7 @@
 """`--head-dtype float32`: logits that are not rounded to 16 bits, in the engine and in the trainer.
 
 In the output head, a GPU multiplies 16-bit hidden states by 16-bit weights. It adds up the products
-in float32, and by default rounds each sum, a logit, to 16 bits. No other rounding changes a
+in float32. Each sum is a logit, which is rounded to 16 bits by default. No other rounding changes a
 log-prob as much (docs/precision.md). With this option, logits stay float32. Their gradient is still
 rounded to 16 bits, because it is an input of two 16-bit matrix products. If weights are float32, as
 in most runs on a CPU, the option changes nothing.
@@ -11,10 +11,11 @@ option of its own (vllm/feature.py).
 
 Bytes.      For N rows of logits, the product writes 4·N·V bytes, and the kernel reads them twice.
             The kernel writes a gradient of 2·N·V bytes, and each of two products reads it once. The
-            total is 18·N·V bytes, or 12·N·V bytes without this option. An engine writes and reads
-            twice as many bytes of logits.
-Memory.     A chunk of C rows takes 6·C·V bytes: the logits, and their gradient in the buffer in
-            which kernels/head.py would store 16-bit logits.
+            total is 18·N·V bytes, or 12·N·V bytes without this option. With this option, an engine
+            writes and reads twice as many bytes of logits.
+Memory.     A chunk of C rows takes 6·C·V bytes: 4·C·V for the logits, and 2·C·V for their gradient.
+            The gradient is stored in the buffer that kernels/head.py otherwise uses for 16-bit
+            logits.
 
 Read before: kernels/head.py, bitwise.py (`swapped`).
 """
@@ -53,8 +54,8 @@ class HeadDtype(Feature):
 
 
 def product(a: Tensor, b: Tensor, of: Callable[..., Tensor] = linear.product) -> Tensor:
-    """Return a bᵀ: [N, D], [V, D] → [N, V] float32. If `of` is the product of kernels/exact.py, the
-    result has the same bits as this product.
+    """Return a bᵀ: [N, D], [V, D] → [N, V] float32. If `of` is the product of kernels/exact.py, a
+    row of the result has the same bits in every batch.
     """
     if a.is_cpu:  # on a CPU, torch cannot multiply 16-bit matrices into a float32 result
         return of(a.float(), b.float())
@@ -65,7 +66,7 @@ def product(a: Tensor, b: Tensor, of: Callable[..., Tensor] = linear.product) ->
 
 def functions(device: torch.device) -> SimpleNamespace:
     """Return the functions for a device. Their `product` returns float32 logits, also for 16-bit
-    matrices. The gradient of these logits is later stored in the 16-bit buffer of `product`.
+    matrices. The gradient of these logits is later stored in the 16-bit buffer that `product` gets.
     """
     base = dispatch.functions_for(device)
 

@@ -3,13 +3,13 @@ pass, and the gradients are divided by it afterwards.
 
 The smallest float16 is 6e-8, and the gradient of a logit is often smaller, because each token has
 the weight 1 / (tokens of the step). Without a scale, such a gradient is rounded to 0. The largest
-float16 is 65,504. If a gradient is larger than this, the update is skipped and the scale is halved.
-After GROWTH updates in a row that are not skipped, the scale is doubled. These are the rules of
-torch's GradScaler (Micikevicius et al. 2017, 1710.03740), with two differences:
+float16 is 65,504. If a gradient is larger than 65,504, the update is skipped and the scale is
+halved. After GROWTH updates in a row that are not skipped, the scale is doubled. These are the
+rules of torch's GradScaler (Micikevicius et al. 2017, 1710.03740), with two differences:
 
 * The scale does not depend on the number of ranks. fsdp.backward multiplies the loss by this
-  number, so the scale is divided by it. Also, a sum of finite gradients above 65,504 counts as too
-  large, whether it was summed in float32 or in float16.
+  number, so the scale is divided by it. Also, a sum of finite gradients counts as too large if it
+  exceeds 65,504, even if it is computed in float32 and therefore finite.
 * If a smaller scale would not help, the run ends with an error, like a run without a scale. This is
   the case if the loss itself is not finite, or if the scale is 1.
 

@@ -25,10 +25,10 @@ has W GPUs and micro-batches of T tokens, and computes in a dtype of b = 2 bytes
 * engine, b·n + KV cache: the engine's copy of the weights. With --load-in-4bit, the engine's copy
   has only the adapters and, if W > 1, the 4-bit weights. The cache takes 2·b·K·E per layer and
   token, and holds all positions of all slots, or --cache-tokens tokens.
-* engine, b·n with vLLM: rank 0's copy of the weights to send, and the server, if the server is on
-  rank 0's GPU.
-* checkpoint, 12·n/W + 4·n: copies on the host while they are written. Only rank 0 has the term 4·n.
-  This term is 2·n if the base has 16 bits.
+* engine, b·n with vLLM: rank 0's copy of the weights, which it sends to the server. If the server
+  is on rank 0's GPU, its memory counts, too.
+* checkpoint, 12·n/W + 4·n: copies in host memory while a checkpoint is written. Only rank 0 has the
+  term 4·n. This term is 2·n if the base has 16 bits.
 * reference, 4·n/W: with beta > 0. This row also counts the reference's gathered root and, if the
   reference follows the policy, its copy in a checkpoint.
 * frozen models, 4·n/W + b·(n_r + 2·n_b) each: the model of --ref-model, and teachers of recipes.
@@ -76,7 +76,7 @@ from nanogrpo.run.setup import Inputs, Run
 logger = logging.getLogger("nanogrpo")
 
 # Bytes left free on a GPU for workspaces, communication buffers, CUDA graphs and fragmentation.
-# A vLLM server on the same GPU also needs this number of bytes.
+# The table counts as many bytes for the workspaces of a vLLM server on the same GPU.
 MARGIN = 2 << 30
 MOST = 0.92  # the largest fraction of a GPU for vLLM, and vLLM's own default
 MOST_SLOTS = 512  # with more slots, a decode step takes almost proportionally longer
@@ -145,10 +145,10 @@ def activation_bytes(
     """Return (kept, recomputed), both in bytes per token: what each layer keeps for the backward
     pass, and what one layer recomputes in the backward pass. The count follows Block.forward, and
     includes all tensors that autograd keeps. Two norms keep their inputs and outputs, 4·D in all.
-    Attention keeps q and k before and after norm and rotation, v, its result, and a copy of the
-    result for o_proj. The MLP keeps gate, up, silu(gate), and silu(gate) · up. `fused` kernels keep
-    neither the copy for o_proj nor silu(gate). If q, k and v are `joint`, v is a slice of their
-    product, so the whole product is kept.
+    Attention keeps v, its result, and a copy of the result for o_proj. It also keeps q and k, both
+    before and after norm and rotation. The MLP keeps gate, up, silu(gate), and silu(gate) · up.
+    `fused` kernels keep neither the copy for o_proj nor silu(gate). If q, k and v are `joint`, v is
+    a slice of their product, so the whole product is kept.
     """
     D, F = c.hidden_size, c.intermediate_size
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
@@ -189,7 +189,7 @@ def numbers(module: nn.Module) -> int:
 
 def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
     """Return the estimate for one rank. Only shapes are needed, so the models may be on the meta
-    device. `main` says whether the rank is rank 0, which stores most.
+    device. `main` says whether the rank is rank 0, which stores the most.
     """
     model, world, longest_prompt = inputs.model, inputs.world, inputs.longest_prompt
     c, W, host = model.cfg, world.size, cfg.cpu_offload
@@ -297,9 +297,9 @@ def shown(n: float) -> str:
 
 
 def fit(inputs: Inputs, cfg: Config) -> tuple[Config, int]:
-    """Return the options with every setting chosen, and an estimate of the bytes on the device
-    without a vLLM server. Raises UserError if a rank needs more than is available. Every rank must
-    call.
+    """Return the options with every setting chosen, and an estimate of the bytes on the device. The
+    estimate excludes a vLLM server. Raises UserError if a rank needs more than is available. Every
+    rank must call this function.
     """
     world = inputs.world
     device, host = capacity(world)
@@ -334,7 +334,7 @@ def choose(inputs: Inputs, cfg: Config, available: int) -> Config:
     only 2 · MARGIN bytes are free, or until it holds all that the slots could need. The number of
     slots exceeds MOST_SLOTS / 2 only if the cache holds at least half of what so many slots could
     need. All ranks must choose the same settings, so the choice is made for rank 0, which stores
-    most.
+    the most.
     """
     size = inputs.world.size
     most = cfg.max_concurrent or min(-(-cfg.generation_batch_size // size), MOST_SLOTS)
@@ -388,7 +388,7 @@ def spelled(cfg: Config) -> str:
 def for_sampling(cfg: Config, model: Decoder, world: World, completions: int) -> Config:
     """Return the options of an evaluation, with values for the embedded engine's slots and cache
     unless the user has given them. On a GPU, slots and cache use all memory that the engine's
-    weights leave. Every rank must call.
+    weights leave. Every rank must call this function.
 
     The model is already on the device. `completions` is the number of completions that this rank
     samples.

@@ -2,10 +2,10 @@
 what each token contributes to the loss.
 
 In: the M completion tokens of a micro-batch (`Tokens`). Out: terms [M], and metrics [M] for the
-log. `loss` multiplies the terms by masks and weights, adds the KL and adds up the results. Autograd
-computes the derivatives, which takes two phases and four matrix products with the head (the core's
-fused loss takes three). The gradient flows through `logp`, `log_ratio` and `ratio`. To add an
-objective, write a function like those below, and add its name to TERMS and to the choices of
+log. `loss` multiplies the terms by masks and weights, adds the KL, and sums the results. Autograd
+computes the derivatives. This takes two phases and four matrix products with the head. The core's
+fused loss takes three products. The gradient flows through `logp`, `log_ratio` and `ratio`. To add
+an objective, write a function like those below, and add its name to TERMS and to the choices of
 `loss_type` in options.py (docs/fork.md). Names and formulas are those of TRL 1.16.0 where TRL has
 them. Read before: grpo/loss.py. Read next: docs/equations.md.
 """
@@ -110,9 +110,9 @@ class Tokens(NamedTuple):
 def clipped(t: Tokens, cfg: ObjectivesOptions) -> Terms:
     """l = -min(min(w, δ)·A, clamp(w, 1-ε, 1+ε_high)·A): `clipped` of kernels/reference/policy.py.
 
-    Token-level ratios usually go through the fused head, which uses the same formula. This function
-    is used in two cases, in which autograd must see all tokens: for sequence-level ratios (GSPO,
-    Zheng et al. 2025, 2507.18071, and LUSPO 2026, 2602.05261), and with the off-policy mask.
+    Token-level ratios usually go through the fused head, which uses the same formula. In two cases,
+    autograd must see all tokens, and this function is used instead: with sequence-level ratios
+    (GSPO, Zheng et al. 2025, 2507.18071, and LUSPO 2026, 2602.05261), and with the off-policy mask.
     """
     l, _, clip = policy.clipped(t.ratio, t.advantage, clip_of(cfg))
     return l, {"clip": clip}

@@ -47,7 +47,7 @@ class Joint:
         """Add dyᵀ x [ΣO, I] to the gradients of the master weights, which are slices of one sum."""
         grad = self.masters[0].grad
         if grad is not None:
-            add_product(grad._base, dy, x)  # in place, because the gradients are its slices
+            add_product(grad._base, dy, x)  # in place: the masters' gradients are slices of it
             return
         total = add_product(None, dy, x)
         for master, part in zip(self.masters, total.split_with_sizes(self.sizes)):
@@ -55,8 +55,8 @@ class Joint:
 
 
 class Products(torch.autograd.Function):
-    """(Joint, x [T, I]) → x Wᵀ [T, O] for each W. The backward returns only the gradient of x, and
-    adds the other gradients to those of the master weights.
+    """(Joint, x [T, I]) → x Wᵀ [T, O] for each W. The backward pass returns only the gradient of x,
+    and adds the other gradients to those of the master weights.
     """
 
     @staticmethod

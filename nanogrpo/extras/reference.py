@@ -78,7 +78,7 @@ class FrozenModels(Feature):
         if not torch.equal(self.now, self.then):
             raise UserError(
                 f"--resume: the weights of {self.option} have changed since the checkpoint was "
-                "written: restore them, or start from its weights in another folder."
+                "written: restore them, or pass the checkpoint as --model to a new run."
             )
 
 

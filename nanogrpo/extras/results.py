@@ -83,7 +83,7 @@ def _ordered(record: dict) -> dict:
 
 
 class OnStep(Feature):
-    """Call a function with the record of each step, and the metrics of the last evaluation. If the
+    """Call a function with the record of each step and the metrics of the last evaluation. If the
     function returns `True`, the run saves and ends.
     """
 

@@ -1,4 +1,5 @@
-"""Give reward functions more arguments, with one entry per token, if a function names them.
+"""More arguments for reward functions, each with one entry per token. A function gets the arguments
+that it names.
 
     def surprise(logp, **kwargs):
         return [[-0.01 * x for x in each] for each in logp]      # a reward for each token
@@ -39,8 +40,8 @@ NAMES = {"logp", "entropy", "pieces"}
 def asked(functions: Iterable[str | Callable]) -> set[str]:
     """Return the arguments in NAMES that at least one reward function has as a parameter.
 
-    To find the arguments, the source code of a named function is read, but only the reward process
-    runs the code. The reward process also reports errors in the source code.
+    If a function is given by name, its source code is read to find the arguments. Only the reward
+    process runs the code. The reward process also reports errors in the source code.
     """
     found: set[str] = set()
     for function in functions:

@@ -1,10 +1,10 @@
 """A reward model: our decoder, with a head that outputs a single score instead of logits.
 
 In: a folder or hub id of a Hugging Face ...ForSequenceClassification model with one label, and
-texts to score. Out: one reward per sample: the score at the last token of prompt and completion.
+texts to score. Out: one reward per sample, the score at the last token of prompt and completion.
 Use it with `--reward-funcs model:FOLDER`. Every rank has a full copy of the model and scores its
-own samples. Read next: model/decoder.py, rewards/scorer.py (which calls
-this model like any other function).
+own samples. Read next: model/decoder.py, rewards/scorer.py (which calls this model like any other
+function).
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Scaling of rotary position embedding for longer contexts, such as that of Llama 3.
+"""Scale rotary position embeddings for longer contexts, as Llama 3 does.
 
 In: the field `rope_scaling` or `rope_parameters` of a config.json. Out: a `Scaling`, which scales
 the frequencies. Raises UserError if a field is not supported. Importing this file adds the kinds of
@@ -8,7 +8,7 @@ of angles. Scaling by a factor s keeps the angles of later positions in this ran
 * linear: all frequencies become f_i / s.
 * llama3: a frequency becomes f_i / s if its wavelength 2π / f_i exceeds the trained context divided
   by low_freq_factor. The frequency does not change if its wavelength is below the trained context
-  divided by high_freq_factor. Frequencies in between become a mixture of both values.
+  divided by high_freq_factor. Between these bounds, it becomes a mixture of both values.
 * yarn: the same three cases as in llama3, but the mixture is linear in i, and the bounds are
   numbers of rotations per trained context. Cosines and sines are multiplied by 0.1 · ln s + 1,
   which sharpens attention (Peng et al. 2023, arXiv 2309.00071).

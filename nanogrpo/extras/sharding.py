@@ -1,4 +1,4 @@
-"""How the model is sharded, selective recomputation, and determinism on GPUs.
+"""The options for sharding the model, for selective recomputation, and for determinism on GPUs.
 
 In: the options, after all automatic settings are chosen. Out: `model.sharding`, which
 distributed/fsdp.py reads. Read next: distributed/fsdp.py.
@@ -54,8 +54,8 @@ class Sharded(Feature):
 
 def is_whole(cfg: Any, world: World) -> bool:
     """Return whether one process trains with 16-bit copies of the weights, without FSDP2
-    (one_gpu.py). On a GPU, FSDP2 is needed for adapters, for offloading, and if the 16-bit copy of
-    the model does not fit into memory. On a CPU, adapters need no copies (lora.py), and there is
+    (one_gpu.py). On a GPU, FSDP2 is needed for adapters, for offloading, and for a model whose
+    16-bit copy does not fit into memory. On a CPU, adapters need no copies (lora.py), and there is
     nothing to offload.
     """
     if world.device.type == "cuda":

@@ -11,7 +11,7 @@ In: options by name, from the command line, a file or Python. Out: options of `C
 translated only if its meaning is clear. For others, a UserError says what to use instead, or why
 there is no such option. The tables cover every field of TRL 1.16.0's GRPOConfig, ModelConfig and
 script arguments and of transformers' TrainingArguments. `python docs/trl_tables.py` prints
-the tables for docs/trl.md. Read next: commandline.py and trl_objects.py, which use it.
+the tables for docs/trl.md. Read next: commandline.py and trl_objects.py, which use this file.
 """
 
 import contextlib
@@ -545,7 +545,7 @@ def _batch(given: Options, out: Options, notes: Notes) -> None:
     if total and total % at_once:
         raise UserError(
             f"--generation-batch-size {total} is not a multiple of --per-device-train-batch-size"
-            f" times processes, {at_once}: choose a multiple, or use only the first option."
+            f" times the number of processes, {at_once}: choose a multiple, or use only the first."
         )
     micro = micro or (total // at_once if total else accumulated)
     if micro % accumulated:
@@ -559,7 +559,7 @@ def _batch(given: Options, out: Options, notes: Notes) -> None:
 
 
 def _ours(given: Options, out: Options, notes: Notes) -> None:
-    """Translate values that only TRL allows, of options with the same name in TRL and here."""
+    """Translate values that only TRL allows. The options have the same names in TRL and here."""
     settings = out.get("chat_template_kwargs")
     if isinstance(settings, dict) and "enable_thinking" in settings:
         rest = {**settings}

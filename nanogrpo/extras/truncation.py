@@ -6,7 +6,7 @@ S of each token together, as a `Logp`. Later updates and the reference model use
 docs/precision.md explains why.
 
 In: logits of the embedded engine, or vLLM's sampling masks. Out: a `Head` for each micro-batch,
-which sets the logits of all other tokens to -inf. Read before: engine/sampler.py. Read next:
+which sets the logits of all tokens outside of S to -inf. Read before: engine/sampler.py. Read next:
 kernels/head.py, vllm/protocol.py.
 """
 
@@ -98,7 +98,7 @@ class KeepingEngine(Wrapper):
         self.engine, runner, self.min_p = engine, engine.runner, min_p
         self.filters, self.step, self.decode = runner.filters, runner.step, runner.decode
         vars(runner).update(filters=self._filters, step=self._step, decode=self._decode)
-        if runner.behind:  # `_decode` waits for the sets of each stride, so strides are longer
+        if runner.behind:  # `_decode` waits for the sets after each stride, so use longer strides
             runner.behind, runner.stride = 0, 8
         # the tokens that the newest step has kept; CUDA graphs write to this tensor
         shape = engine.slots, len(engine.model.lm_head.weight)

@@ -8,7 +8,7 @@ have windows, with the same rules as in transformers:
 * mistral: all layers, unless `sliding_window` is null. The default is 4096.
 * ministral: the layers that `layer_types` lists as "sliding_attention"; without `layer_types`, all.
 * qwen2, qwen3: if `use_sliding_window` is true, the layers that `layer_types` lists; without
-`layer_types`, all layers from number `max_window_layers` on.
+  `layer_types`, all layers from number `max_window_layers` on.
 
 The window is a mask. The caches keep all tokens, but on a GPU, a decode step reads only the pages
 in the window. Read before: model/attention.py.
@@ -41,10 +41,10 @@ class Windows:
 
 
 def read(raw: dict, where: str) -> dict:
-    """Return a config.json in which `layers` replaces the fields of windows, if there are windows.
+    """Return the dict of a config.json. If the model has windows, `layers` replaces their fields.
 
-    `raw` is the dict of config.json, and `where` is the file's name. The core refuses the fields of
-    a window that this function does not understand.
+    `raw` is the original dict, and `where` is the file's name. The core refuses the fields of a
+    window that this function does not understand.
     """
     kind, window = raw.get("model_type"), raw.get("sliding_window", 4096)
     qwen = kind in ("qwen2", "qwen3") and raw.get("use_sliding_window")

@@ -33,8 +33,8 @@ def problem(rng: random.Random) -> str:
 
 
 def held_out(text: str) -> bool:
-    """Return whether a problem is held out. A hash of the problem's text holds out one problem in
-    eight.
+    """Return whether a problem is held out. A hash of its text decides this: one problem in eight
+    is held out.
     """
     return hashlib.blake2b(text.encode()).digest()[0] % 8 == 0
 

@@ -59,7 +59,7 @@ def write_tokenizer(folder: Path) -> Tokenizer:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = tokenizers.decoders.Fuse()  # joins tokens without spaces
     tokenizer.add_special_tokens(["<|pad|>", *TAGS[:3]])
-    tokenizer.add_tokens(TAGS[3:])  # reward functions must see these tags, so they are not special
+    tokenizer.add_tokens(TAGS[3:])  # not special, because reward functions must see these tags
     tokenizer.save(str(folder / "tokenizer.json"))
     template = (
         "{%- for m in messages %}"
@@ -143,8 +143,8 @@ def imitate(
     """Train a model to write the given samples of each step. The learning rate rises linearly for
     `rise` steps, then falls linearly to a twentieth of its peak.
 
-    Supervised learning is the policy gradient on completions from another source with advantage 1,
-    so this function uses the trainer's own loss.
+    Supervised learning is a policy gradient in which every completion comes from another source and
+    has the advantage 1. So this function uses the trainer's own loss.
     """
     cfg = Config()
     optimizer = optim.make_optimizer(model, cfg)

@@ -71,7 +71,8 @@ def initialize(model: Decoder, cfg: Config) -> None:
 
 
 def check_base(source: Path, cfg: Config) -> None:
-    """Raise UserError if --model already contains adapters for the base model of --lora-adapter.
+    """Raise UserError if --model already contains adapters that have the same base model as
+    --lora-adapter.
 
     A run's checkpoint contains its merged weights and, in a subfolder, its adapters. `source` is
     the folder of --model.

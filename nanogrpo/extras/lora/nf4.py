@@ -1,9 +1,9 @@
 """Frozen linear layers in four bits (QLoRA, Dettmers et al. 2023, 2305.14314): y = W x + b. W is
 stored in the format of bitsandbytes, and dequantized in each forward and backward pass.
 
-In: a block's linear layers before they have weights (lora.py), then a checkpoint's matrices, either
-as floats or quantized by bitsandbytes (checkpoint.py). Out: layers with 0.52 bytes per weight. The
-n weights of a matrix, row by row, are divided into blocks of 64:
+In: a block's linear layers before they have weights (lora.py), and then a checkpoint's matrices
+(checkpoint.py). The matrices are floats, or quantized by bitsandbytes. Out: layers with 0.52 bytes
+per weight. The n weights of a matrix, row by row, are divided into blocks of 64:
 
 * weight [n/64, 32] has two 4-bit codes per byte. A row is a block.
 * absmax [n/64, 1] is the largest absolute value of each block, as an 8-bit code.

@@ -18,7 +18,7 @@ from nanogrpo.kernels.reference.log_softmax import blocks
 # NF4: quantiles of N(0, 1), divided by the largest quantile.
 # The probabilities form seven equal steps from 1 - δ to 1/2, and eight equal steps from 1/2 to δ.
 # In these formulas, δ = 1 - (1/32 + 1/30) / 2.
-# So all codes are about equally frequent in a block of normal numbers, and 0 and ±1 are exact.
+# So normally distributed weights use all codes about equally often, and 0 and ±1 are exact.
 # Dettmers et al. 2023, arXiv 2305.14314, appendix E. The digits are the same as in bitsandbytes.
 NF4 = torch.tensor(
     [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453]

@@ -20,8 +20,8 @@ from nanogrpo.types import Prompt
 
 class Environments:
     def __init__(self, factory: Callable[[], Any], timeout: float = 0.0):
-        """Make the first environment. `timeout` is the maximum seconds for a call of the user's
-        class, or 0 for no limit.
+        """Make the first environment. `timeout` is the maximum number of seconds for a call of the
+        user's class, or 0 for no limit.
 
         Raises UserError if the class cannot be called, or lacks a method that it needs.
         """

@@ -186,7 +186,9 @@ def computed(
 
 
 def placed(values: Sequence[float], at: Sequence[int], length: int) -> list[float | None]:
-    """Return a list of `values`, rounded to four digits, at indices `at`, and None elsewhere."""
+    """Return a list with `values`, rounded to four digits, at the indices `at`. All other entries
+    are None.
+    """
     out: list[float | None] = [None] * length
     for i, x in zip(at, values):
         out[i] = float(f"{x:.4g}") if math.isfinite(x) else None

@@ -52,8 +52,8 @@ class VisionConfig:
     @property
     def axes(self) -> list[int]:
         """Return the axis of each of the decoder's E/2 frequencies: 0 time, 1 height, 2 width. The
-        axes alternate: 0 1 2 0 1 2 and so on. After height and width have all their frequencies,
-        the remaining and slowest frequencies belong to time.
+        axes alternate: 0 1 2 0 1 2 and so on. When height and width have all their frequencies, the
+        others belong to time. These are the slowest frequencies.
         """
         _, height, width = self.mrope_section
         ends = (0, 3 * height, 3 * width)

@@ -1,5 +1,5 @@
-"""A vision-language model: Qwen3-VL (technical report: arXiv 2511.21631), from a vision encoder and
-the decoder of model/decoder.py.
+"""A vision-language model: Qwen3-VL (technical report: arXiv 2511.21631), which consists of a
+vision encoder and the decoder of model/decoder.py.
 
 In: a packed micro-batch, as for the decoder, and the pictures of its prompts (processor.py). Out:
 what the decoder returns. Without pictures, the result is the same as with `Decoder`. Parameters
@@ -172,7 +172,7 @@ class Encoder(nn.Module):
 
     def activation_bytes(self, item: int, kind: str) -> int:
         """Return how many bytes per image token the backward pass needs (extras/memory.py). `item`
-        is the number of bytes per number, and `kind` is --gradient-checkpointing.
+        is the size of a number in bytes, and `kind` is --gradient-checkpointing.
         """
         c, D, F = self.cfg, self.cfg.hidden_size, self.cfg.intermediate_size
         # A block keeps the input and output of two norms, and q, k, v before and after rotation.
