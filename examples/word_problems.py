@@ -8,7 +8,7 @@ In: the name of a folder. Out: two files of records such as
     {"prompt": [{"role": "user", "content": "Ben has 14 pears and …"}], "answer": "21"}
 
 There are ten kinds of problems with five stories each. The last story of each kind is held out. On
-average, one of three pairs of numbers is held out, too. So training problems and held-out problems
+average, one in three pairs of numbers is held out, too. So training problems and held-out problems
 share neither stories nor pairs of numbers. The answer is never one of the numbers in the text, so
 copying a number is always wrong. Read next: nanogrpo/rewards/call.py (what a reward function
 receives).
@@ -236,8 +236,9 @@ def tell(story: str, numbers: list[int], rng: random.Random) -> str:
 
 
 def problems(split: str, count: int, seed: int = 0) -> list[dict]:
-    """Return `count` different problems, taking the kinds in turn. `split` is "train" or
-    "held_out"."""
+    """Return `count` different problems, which cycle through the kinds. `split` is "train" or
+    "held_out".
+    """
     rng = random.Random(f"word problems,{split},{seed}")
     held_out = split == "held_out"
     found: dict[str, dict] = {}  # by text

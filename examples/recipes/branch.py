@@ -1,4 +1,5 @@
-"""Branching: K continuations from the most uncertain token, with a baseline among siblings.
+"""Branching: sample K continuations from the most uncertain token, and compare them with each
+other.
 
     t     = argmax_t H(π(· | prompt, y_<t))       of a completion y, the trunk
     stem  = y_<t                                  shared by the siblings y_1 … y_K ~ π(· | stem)

@@ -22,8 +22,9 @@ DistillationTrainer, and a test compares the loss and the gradients with TRL:
 
 The teachers need the student's tokenizer. With one teacher, without rewards and without --jsd-beta,
 train.py can do almost the same: use `--beta 1 --ref-model TEACHER` with `--reward-funcs accuracy`
-and `--reward-weights 0`. If a step has several updates, this gradient also contains the policy
-ratio.
+and `--reward-weights 0`. The results differ if a step has several updates: train.py then compares
+the policy with the teacher in each update, but this recipe compares them only once, before the
+first update.
 """
 
 from __future__ import annotations

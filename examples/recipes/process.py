@@ -11,8 +11,8 @@ reward of a further step, which ends at the last token. If there are several fun
 rewards are weighted with --reward-weights and added.
 
 Because rewards are added, completions with many steps get more reward, and a model could write
-steps only for their rewards. The function `steps` below rewards only the steps of the built-in task
-that lead to the answer:
+steps just to collect their rewards. The function `steps` below rewards only the steps of the
+built-in task that lead to the answer:
 
     python examples/recipes/process.py --model runs/base --data arithmetic \\
         --reward-funcs accuracy examples/recipes/process.py:steps --output-dir runs/process

@@ -1,5 +1,5 @@
-"""Leave out completions from which the policy has moved too far, by their mean ratio or their worst
-ratio.
+"""Leave out a completion if the policy has moved too far from it. The distance is measured by the
+mean ratio of the completion's tokens, or by their worst ratio.
 
 Δ_t = log π(y_t) - log μ(y_t) compares the current policy π with the engine μ that sampled token t.
 A completion is kept only under this condition:
@@ -10,10 +10,10 @@ A completion is kept only under this condition:
 All tokens of the other completions get the factor 0. Each update decides again which completions
 are kept. The KL keeps its weight. The geometric mean does not depend on the length (Liu et al.
 2025, "When Speed Kills Stability"). With the other rule, one very unlikely token is enough to leave
-out a completion, as in the veto of verl. Two other masks are options of train.py: by the ratio of
-each token (--vllm-importance-sampling-mode token_mask), and by the product of the ratios
-(sequence_mask). The ratio differs from 1 if a step has several updates, if samples are stale, or if
-engine and trainer round differently.
+out a completion, as in the veto of verl. train.py has options for two other masks. One mask uses
+the ratio of each token (--vllm-importance-sampling-mode token_mask), and the other uses the product
+of the ratios (sequence_mask). The ratio differs from 1 if a step has several updates, if samples
+are stale, or if engine and trainer round differently.
 
     python examples/recipes/rejection.py --model runs/base --data arithmetic --output-dir runs/r \\
         --num-iterations 4 --rejection worst --rejection-bound 3

@@ -3,9 +3,9 @@ resampling.
 
     L = 1/P · Σ_p 1/(Σ_i |y_i|) · Σ_i Σ_t l_it      p: prompts; y_i: completions of p; t: tokens
 
-In L, all prompts have the same weight, and so have all tokens of a prompt. P counts the prompts of
-the optimizer step on all ranks. P leaves out prompts for which all advantages are 0 (ScaleRL's
-zero-variance filter). This average replaces the average of --loss-type.
+In L, all prompts have the same weight, and all tokens of a prompt have the same weight. P is the
+number of prompts in the optimizer step on all ranks. Prompts for which all advantages are 0 are not
+counted (ScaleRL's zero-variance filter). This average replaces the average of --loss-type.
 
 s_p is the mean of r over all completions of prompt p so far, where r is the reward from the first
 function of --reward-funcs. This reward must be from 0 to 1. Prompts with s_p ≥ `max_pass_rate` are

@@ -3,16 +3,16 @@
     python examples/recipes/self_play.py --model M --data asks.jsonl --reward-funcs accuracy …
 
 --data contains prompts that ask for a question, such as {"prompt": "Write a sum:"}. A group has G =
---num-generations completions. Some of them are questions, and after each question, --solutions
-completions answer this question. The verifier is the function `answer` below. It says whether a
-question is valid, and returns the answer to the question. This verifier is made for sums, so
-replace it for another task. A solution has the usual reward r. A question is rewarded if it is
-hard, but not too hard (Absolute Zero: Zhao et al. 2025, 2505.03335, equation 4):
+--num-generations completions. It contains G / (1 + --solutions) questions, and each question is
+followed by --solutions completions that answer it. The verifier is the function `answer` below. It
+says whether a question is valid, and returns the answer to the question. This verifier is made for
+sums, so replace it for another task. A solution has the usual reward r. A question is rewarded if
+it is hard, but not too hard (Absolute Zero: Zhao et al. 2025, 2505.03335, equation 4):
 
     r_ask = -1 if the question is not valid, 0 if no solution is right, else 1 - mean r
 
 In this equation, r comes from the first reward function, and is from 0 to 1. Each role has its own
-baseline (TRR++ in the same paper), because the rewards of the two roles differ in mean and size:
+baseline (TRR++ in the same paper), because the rewards of the two roles differ in mean and scale:
 
     A = (r - mean_role) / (std_role + 1e-4)        mean and std over all samples of a role in a step
 

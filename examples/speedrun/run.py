@@ -5,12 +5,12 @@
 In: a JSON file with "idea" and "options". These options override the options in
 examples/word_problems.json. Two keys are optional: "environment" (variables of the run) and
 "float32_matmul_precision" (torch's setting of this name). Out: the same file with date, machine,
-and an entry in "runs" for each seed. The "curve" of an entry has a row [step, seconds, processor
-seconds, accuracy] for each evaluation. Read next: verify.py (the rules).
+and an entry in "runs" for each seed. The "curve" of an entry has a row [step, seconds, seconds of
+processor time, accuracy] for each evaluation. Read next: verify.py (the rules).
 
 The clock runs during the steps. The clock is stopped during evaluations, which always compute in
-float32, and while the model is loaded and saved. Processor seconds are the user and system time of
-the process, summed over its threads.
+float32, and while the model is loaded and saved. Processor time is the user and system time of the
+process, summed over its threads.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def row(record: dict) -> list[str]:
 
 
 def plot(records: Sequence[dict], path: Path) -> None:
-    """Plot the mean accuracy over the seeds against the mean processor seconds."""
+    """Plot the mean accuracy over the seeds against the mean processor time."""
     figure, axis = subplots(figsize=(8, 4.5))
     for record in records:
         curves = zip(*(run["curve"] for run in record["runs"]))
