@@ -18,7 +18,7 @@ import numpy as np
 
 from nanogrpo.model.hf_config import ModelConfig
 
-FEW = 64  # up to this many rows, a second kernel combines the parts of attention
+FEW = 64  # maximum number of rows for which a second kernel combines the parts of attention
 ALL_REDUCE = 1e-5  # seconds of an all-reduce between the GPUs of a vLLM server
 
 
@@ -106,10 +106,10 @@ GPUS = {
 
 
 def gpu(name: str) -> tuple[str, Device] | None:
-    """Return a GPU by name, or by memory as in `24GB`. For a memory size, the result has the speeds
-    of the GPU in `GPUS` with the nearest memory size. If there are several such GPUs, the slowest
-    is used. The result is the name of the GPU whose speeds are used, and the device, or None if the
-    name is unknown.
+    """Return the name and the `Device` of a GPU, or None if `name` is unknown. `name` may also be a
+    memory size such as `24GB`. The result then has this memory size, and the name and the speeds of
+    the GPU in `GPUS` with the nearest memory size. If several GPUs are equally near, the slowest is
+    used.
     """
     named = {key.lower(): key for key in GPUS}.get(name.lower())
     if named:
@@ -130,15 +130,15 @@ class Work(NamedTuple):
 
     @property
     def sequences(self) -> list[tuple[int, int]]:
-        """For each completion, the length of its prompt and its own length."""
+        """The lengths of the prompt and of the completion, for each completion."""
         group = len(self.completions) // len(self.prompts)
         prompts = itertools.chain.from_iterable([p] * group for p in self.prompts)
         return [*zip(prompts, self.completions)]
 
     @property
     def pairs(self) -> tuple[float, float]:
-        """The number of query-key pairs with the query in a prompt, and with the query in a
-        completion.
+        """The number of query-key pairs whose query is in a prompt, and the number of query-key
+        pairs whose query is in a completion.
         """
         own = sum(p * (p + 1) / 2 for p in self.prompts)
         return own, sum(c * p + c * (c + 1) / 2 for p, c in self.sequences)
@@ -285,7 +285,8 @@ def sample(c: ModelConfig, work: Work, d: Device, slots: int, gpus: int = 1) -> 
     seconds = prompts * sum(work.prompts) + 4 * w.layers * E * work.pairs[0] / d.attention
     seconds, now, step = seconds / gpus, 0, decode_step(c, d, gpus)
     waiting = work.sequences[::-1]
-    # (last decode step, current step minus number of cached keys) of each row
+    # (end, begin) of each row: its last decode step is `end`, and it has t - begin cached keys at
+    # decode step t.
     active: list[tuple[int, int]] = []
     while waiting or active:
         while waiting and len(active) < slots:

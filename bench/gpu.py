@@ -5,12 +5,11 @@
     python -m bench.gpu --here             # with the packages of this Python only: `make gpu-here`
 
 In: nothing. A stage whose files are missing (`NEEDS`) is not run, and its record says why. The
-command `make gpu` tries to make these files. With --here, nothing is installed and no network is
-used, and the results are written to runs/gpu_here. Out: the records of the
-benchmarks in bench/results, gpu.json with one record per stage, and a log per stage. gpu.md
-contains all tables, for a pull request. If a stage fails or takes too long, the other stages still
-run. Libraries that are not installed are left out of the comparison. Read next: kernel_speed.py,
-step_large.py.
+command `make gpu` tries to write these files. With --here, nothing is installed and no network is
+used, and the results are written to runs/gpu_here. Out: the records of the benchmarks in
+bench/results, gpu.json with one record per stage, and a log per stage. gpu.md contains all tables,
+for a pull request. If a stage fails or takes too long, the other stages still run. Libraries that
+are not installed are left out of the comparison. Read next: kernel_speed.py, step_large.py.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ import torch
 from bench import common, readme
 
 LIMIT = 600  # seconds per stage
-# Files with tests marked `gpu`, and files whose tests compile their kernels if there is a GPU.
-# These tests need torch, Triton, transformers, peft and hypothesis, but neither TRL nor vLLM.
+# Files with tests marked `gpu`, and files with tests that compile kernels if there is a GPU. These
+# tests need torch, Triton, transformers, peft and hypothesis, but neither TRL nor vLLM.
 TESTS = (
     *("tests/gpu", "tests/kernels/test_gpu.py", "tests/kernels/test_log_softmax.py"),
     *("tests/kernels/test_policy.py", "tests/kernels/test_paged.py", "tests/engine/test_local.py"),

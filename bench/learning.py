@@ -15,8 +15,8 @@ decoding. Evaluations are not timed.
 
 Why 16 seeds? If the same trainer is run twice with n seeds, the two means typically differ by
 sqrt(2/n) standard deviations of a single run. So with 5 seeds, the two means of equal trainers
-differ by more than one standard deviation at one of nine evaluations. With 16 seeds, they differ by
-so much only at one of two hundred evaluations. The sides run alternately. A record is written when
+differ by more than one standard deviation at one in nine evaluations. With 16 seeds, they differ by
+so much only at one in two hundred evaluations. The sides run alternately. A record is written when
 its run ends, and a run that has a record is not repeated. So an interrupted benchmark can be
 continued. Read next: runs.py.
 """

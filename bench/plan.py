@@ -7,9 +7,9 @@ SmolLM2-135M. Out: results/plan.json, with the predicted and the measured second
 prediction uses the same lengths.
 
 The prediction uses the formulas of bench/cost.py with the speeds of the CPU. Each speed is measured
-on operations with the same shapes and numbers of rows as in the model. In a measurement, the
-weights are in the CPU's cache only if this is also the case in the model. No constant is fitted.
-Read next: bench/cost.py.
+on operations with the same shapes and numbers of rows as in the model. A measurement of decode
+steps uses matrices for all layers, so the weights are in the CPU's cache only if all weights of the
+model fit into the cache. No constant is fitted. Read next: bench/cost.py.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How do the dtype and a correction with importance weights affect learning, and the gap between
-the log-probs of engine and trainer? docs/precision.md shows the results.
+"""How do the dtype and a correction with importance weights affect learning? How do they affect the
+gap between the log-probs of engine and trainer? docs/precision.md shows the results.
 
 In: nothing. Out: results/precision.json with one record per run, and the table in
 docs/precision.md. docs/img/precision.py draws the curves. All runs train the model of the debug
-profile on the arithmetic of `make demo`, on one thread of a CPU. Further runs, with one sampling
-step each, measure the gap of a wider model with random weights, because a gap grows with the size
-of the model.
+profile on the arithmetic of `make demo`, on one thread of a CPU. Further runs measure the gap of a
+wider model with random weights, because the gap grows with the size of the model. Each of these
+runs has one sampling step.
 
 The setting `float8 engine` is a control, which has the largest gap. In this setting, the trainer
 computes in float32, and the weights of the engine are rounded to eight bits. A record is written

@@ -19,14 +19,15 @@ HEAD = """# Benchmarks
 
 `python -m bench.readme` generates this page from the records in bench/results/, so do not edit this
 page. Each benchmark is a Python module, and `--help` shows its options. `make gpu` runs benchmarks
-on a GPU. To repeat single stages of `make gpu`, name them, as in `make gpu STAGES="kernels step"`.
+on a GPU. To repeat only some of its stages, name them, as in `make gpu STAGES="kernels step"`.
 
-Each benchmark compares several programs, such as nanogrpo and TRL, which are called its sides. In a
-run of a benchmark, these programs alternate and use the same number of threads. The tables show
-medians, and the smallest and largest values. The column "over TRL" is the speed of a program
-divided by TRL's speed. The column "of TRL's" is the memory of a program divided by TRL's memory. We
-run TRL 1.16.0 with the settings that are best for TRL (bench/trl_run.py), and also show cases in
-which TRL is faster. A row says "not yet measured" if there is no record of a measurement.
+Each benchmark compares several programs, such as nanogrpo and TRL. These programs are called the
+sides of the benchmark. While a benchmark runs, its sides alternate and use the same number of
+threads. The tables show medians, and the smallest and largest values. The column "over TRL" is the
+speed of a program divided by TRL's speed. The column "of TRL's" is the memory of a program divided
+by TRL's memory. We run TRL 1.16.0 with the settings that are best for TRL (bench/trl_run.py), and
+also show cases in which TRL is faster. A row says "not yet measured" if there is no record of a
+measurement.
 
 `python -m bench.compare OTHER_CHECKOUT` compares the speed of two checkouts of nanogrpo.
 [docs/benchmarks.md](../docs/benchmarks.md) shows how to add a row in three minutes.
@@ -71,8 +72,8 @@ RATIOS = (
 
 
 def ratios(bench: str, quantity: str, cases: Sequence[str], folder: Path) -> list[float]:
-    """Return nanogrpo's ratios to TRL in these cases. The ratio of memory compares the largest
-    values of all runs.
+    """Return the ratios between nanogrpo and TRL in these cases. The ratio of memory compares the
+    largest values of all runs.
     """
     records = common.read(bench, folder)
     if quantity == "over TRL":  # computed from all steps of both trainers

@@ -4,20 +4,20 @@ weights?
 In: nothing. This file creates a random Qwen3 of about three million parameters. Out:
 results/rollout_speed.json with three cases:
 
-* even: one batch of completions of equal length, which measures only the decode steps.
+* even: one batch of completions of equal length. This case measures only the decode steps.
 * uneven: several batches of completions, with lengths similar to those of reasoning models. The
   mean length is a third of the maximum, and both engines process at most `--batch` completions at a
   time. The local engine replaces finished completions. `generate` continues each batch until its
   longest row ends, and pads the other rows. Only the requested ("useful") tokens are counted.
-* nano-vllm: a smaller form of the workload of nano-vllm's bench.py (`nano_vllm`). The prompts, too,
-  have different lengths, and all sequences are requested at once. Transformers' `generate_batch`
-  (continuous batching) takes the place of `generate`.
+* nano-vllm: a smaller version of the workload of nano-vllm's bench.py (`nano_vllm`). The prompts
+  have different lengths, too, and all sequences are requested at once. Transformers'
+  `generate_batch` (continuous batching) is used instead of `generate`.
 
 `generate` runs with its fastest settings: the default cache, inference mode, no logits processor
 (temperature 1 needs none), and prompts of equal length, which need no padding. `generate` is
-measured with two attention implementations, and the table compares with the faster one. The local
-engine also returns the log-prob of every token, which GRPO needs. `generate` does not. On a CPU,
-the local engine packs its weights for oneDNN, but transformers does not. The row "nanogrpo,
+measured with two attention implementations, and the local engine is compared with the faster one.
+The local engine also returns the log-prob of every token, which GRPO needs. `generate` does not. On
+a CPU, the local engine packs its weights for oneDNN, but transformers does not. The row "nanogrpo,
 unpacked" shows the speed without packing.
 
 If vLLM is installed (--vllm-python), its server is measured as well. Requests are sent over HTTP as
@@ -27,8 +27,8 @@ time.
 
 With --shape 0.6B, this command instead compares the engines on a GPU (results/rollout_large.json),
 in the cases uneven and nano-vllm. All engines compute in bfloat16, and process 256 completions at a
-time. The case nano-vllm is then the original workload: 256 sequences with up to 1,024 tokens in and
-1,024 tokens out. Read next: nanogrpo/engine/local.py.
+time. The case nano-vllm is then the original workload: 256 sequences with prompts and completions
+of up to 1,024 tokens each. Read next: nanogrpo/engine/local.py.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def uneven_lengths(n: int, longest: int, seed: int = 0) -> list[int]:
 
 
 def nano_vllm(sequences: int, longest_prompt: int, longest: int, vocab: int) -> list[Prompt]:
-    """Return the requests of nano-vllm's bench.py, or of a smaller form of it.
+    """Return the requests of nano-vllm's bench.py, or of a smaller version.
 
     The shortest prompt and the shortest completion are about a tenth as long as the longest. If the
     first three arguments are 256, 1024 and 1024, and the vocabulary has more than 10,000 ids, the
@@ -305,8 +305,8 @@ def generators(kind: str, model: Decoder, args: argparse.Namespace, stack: ExitS
 
 
 def cached(args: argparse.Namespace) -> int:
-    """Return a size for the cache in the case nano-vllm: two thirds of its tokens. Fewer tokens are
-    in use at any time, because sequences end at different times.
+    """Return the size of the cache in the case nano-vllm, in tokens: two thirds of the tokens of
+    all sequences. The cache never needs more, because sequences end at different times.
     """
     return sum(len(p.token_ids) + (p.max_tokens or 0) for p in requests("nano-vllm", args)) * 2 // 3
 

@@ -165,8 +165,8 @@ def series(steps: list[dict]) -> dict[str, list]:
 
 
 def first_reward(row: dict, prefix: str = "") -> float:
-    """Return the value of the first reward function in a row. Over the held-out problems, the mean
-    of this value is the accuracy.
+    """Return the value of the first reward function in a row of the log. Over the held-out
+    problems, the mean of this value is the accuracy.
     """
     return next(value for name, value in row.items() if name.startswith(prefix))
 

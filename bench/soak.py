@@ -11,7 +11,8 @@ benchmark checks:
 * Rows: metrics.jsonl contains every step once, with the same values as without the fault. If the
   fault deletes the folder, earlier rows may be missing, but a message must name the missing rows.
   If the fault kills the reward process during a call, the rewards of one step are lost
-  (docs/rewards.md): the rows are compared up to this step, and the weights are not compared.
+  (docs/rewards.md). In this case, the rows are compared only up to this step, and the weights are
+  not compared.
 * Weights: the last checkpoint is byte for byte the same as without the fault.
 * Errors: a rank that was not killed prints one sentence and no traceback.
 * Processes: half a minute after the run ends, none of its processes is alive. If torchrun is

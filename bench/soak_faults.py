@@ -312,7 +312,7 @@ def sends(who: str, *numbers: int) -> Strike:
 
 def suspends(who: str, hang: float = 0.0) -> Strike:
     """Return a fault that suspends one process of a kind. The pause is shorter or longer than the
-    timeouts. `hang` is the longer pause in seconds, or 0 for the mode's `hang`.
+    timeouts. `hang` is the longer pause in seconds. If it is 0, the mode's `hang` is used.
     """
 
     def strike(run: Run, rng: random.Random):

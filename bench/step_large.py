@@ -3,16 +3,16 @@
 In: nothing. This file creates a random Qwen3 of real size, and completions of uneven length (on
 average a third of the longest). Out: results/step_large.json. nanogrpo runs in one process with
 FSDP2, float32 master weights, bfloat16 compute, fused AdamW, and strips of `token_budget` tokens. A
-strip is a packed micro-batch. TRL runs its trainer with bf16=True, its fused head, fused AdamW, and
-micro-batches with as many padded tokens as our strips, or slightly more. "TRL, asynchronous" is its
-AsyncGRPOTrainer, which packs without padding (step_sides.py). All trainers train all weights, start
-from the same weights, and must have the same gradient norm up to 2 %. The trainers round to
-bfloat16 in different places, so the norms are not exactly equal.
+strip is a packed micro-batch. TRL runs its trainer with bf16=True, its fused head and fused AdamW.
+A micro-batch of TRL has as many tokens as our strips or slightly more, including padding. "TRL,
+asynchronous" is TRL's AsyncGRPOTrainer, which packs without padding (step_sides.py). All trainers
+train all weights and start from the same weights, and their gradient norms must agree to 2 %. The
+trainers round to bfloat16 in different places, so the norms are not exactly equal.
 
 The trainers run one after the other, not alternately, so that the peak memory of each can be
 measured. Each trainer uses the first of its SETTINGS that fits into memory, and the record names
 this setting. Settings with less recomputation are faster, so they are tried first. In the tables,
-the columns "over TRL" and "of TRL's" compare with TRL's fastest setting. A second record of each
+the columns "over TRL" and "of TRL's" are relative to TRL's fastest setting. A second record of each
 trainer shows the step with gradient checkpointing. Within a step, the program never waits for the
 GPU just to measure times.
 
@@ -142,8 +142,8 @@ def peak_flops(device: str | None) -> float | None:
 
 def write_model(shape: ModelConfig, folder: Path, device: str) -> None:
     """Write random bfloat16 weights. The weights are created directly on the device, which is
-    faster. The allocator reads its setting when it is first used, so the setting is made here, as
-    in a run.
+    faster. The allocator reads its settings when it is first used, so they are set here, as in a
+    run.
     """
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     tokenizer = warmup.write_tokenizer(folder)

@@ -247,8 +247,8 @@ def varlen_attention(
 
 
 class TrlAsync(Trl):
-    """TRL's AsyncGRPOTrainer on the same completions: its packing without padding, in which a
-    prompt is computed once for its group, its `compute_loss` and its optimizer.
+    """TRL's AsyncGRPOTrainer on the same completions: its packing, `compute_loss` and optimizer.
+    The packing needs no padding, and computes a prompt only once for its group.
 
     TRL's attention would download FlashAttention 3, so `varlen_attention` replaces it. A row has at
     most as many tokens as a strip of nanogrpo. TRL computes the mean over the tokens of each row,

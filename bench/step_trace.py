@@ -4,13 +4,14 @@ strip, and the time in which the GPU is idle, with its cause. Without a GPU: wha
     python -m bench.step_trace                    # the host's work, on any machine
     python -m bench.step_trace --shape 0.6B       # a profile of the step of bench.step_time
 
-In: nothing. Without --shape, a tiny model with 28 layers trains on three strips on the CPU, so that
-the host spends almost all of the time: in Python, autograd and FSDP2. The table shows the
-milliseconds of each phase, the operations that a GPU would run as kernels, and the operations for
-which the host would wait for a GPU (`WAITS`). With --shape, torch's profiler records the kernels of
-one GPU and the work of the host, and `account` divides the time of each strip. Profiling slows the
-host down, so the record also has the time of the same step without the profiler. Out:
-results/step_trace.json, and with --shape the picture docs/img/step_trace.png.
+In: nothing. Without --shape, a tiny model with 28 layers trains on three strips on the CPU. The
+model is so small that almost all of the time is spent in Python, autograd and FSDP2, which run on
+the host. The table shows the milliseconds of each phase, the operations that a GPU would run as
+kernels, and the operations for which the host would wait for a GPU (`WAITS`). With --shape, torch's
+profiler records the kernels of one GPU and the work of the host, and `account` divides the time of
+each strip among classes of kernels and causes of idle time. Profiling slows the host down, so the
+record also has the time of the same step without the profiler. Out: results/step_trace.json, and
+with --shape the picture docs/img/step_trace.png.
 
 Causes of idle time, for each gap between two kernels:
 
@@ -54,7 +55,7 @@ from nanogrpo.model.decoder import Decoder
 from nanogrpo.run import optim
 from nanogrpo.types import PackedBatch
 
-# Operations whose result the host must read, because it determines a number or a shape.
+# Operations for which the host must read a result: a number, or the shape of an output.
 WAITS = {
     *("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "unique_dim"),
     *("_unique2", "bincount", "repeat_interleave", "unique_consecutive"),
@@ -117,7 +118,7 @@ KINDS = ("unsharded", "one GPU", "FSDP2")  # the last kind of model opens a proc
 def tiny_step(kind: str, clock: Callable) -> Iterator[Callable[[], object]]:
     """Yield a function that takes one step with a tiny model of 28 layers, in float32 on the CPU.
 
-    "FSDP2" shards the model over one rank. "one GPU" is the path of nanogrpo/extras/one_gpu.py.
+    "FSDP2" shards the model over one rank. "one GPU" uses nanogrpo/extras/one_gpu.py.
     """
     cfg, samples = options_of(CASE, token_budget=BUDGET, reshard_after_forward="never")
     with contextlib.ExitStack() as stack:
@@ -241,10 +242,10 @@ class Account(NamedTuple):
 
 
 def account(events: Sequence[dict]) -> Account:
-    """Divide the time of a step on the GPU.
+    """Divide the time of a step on the GPU among classes of kernels and causes of idle time.
 
-    events: `traceEvents` of a Chrome trace of torch's profiler. Each kernel counts for the part of
-    the step (`user_annotation`) in which the host launched it.
+    events: `traceEvents` of a Chrome trace of torch's profiler. A kernel belongs to the part of the
+    step (`user_annotation`) in which the host launched it.
     """
     kernels = sorted(
         (e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")),

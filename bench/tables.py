@@ -239,18 +239,19 @@ BENCHES = {
             " libraries. On a GPU, peak memory is the largest amount of GPU memory that PyTorch"
             " allocated. On a CPU, the local engine needs a float32 copy of a bfloat16 base model."
             " The engine needs no copy of a 4-bit base model, because it dequantizes the weights in"
-            " each decode step. All ten runs on the GPU ran at the same time, so each run took"
-            " longer than it would take alone.",
-            "The weights of the 135M base model come from a package that has already rounded them"
-            " to other 4-bit values (examples/smollm2.py). Rounding these weights again, to NF4,"
-            " reduces the accuracy before training.",
+            " each decode step. All ten runs on a GPU shared one GPU, so each run took longer"
+            " than it would take alone.",
+            "The weights of the 135M base model come from a package that stores them in another"
+            " 4-bit format (examples/smollm2.py). Rounding these weights again, to NF4, reduces the"
+            " accuracy before training.",
             *tables_learning.rises(records),
         ],
     ),
     "vision": Bench(
-        "Does GRPO teach a model to look at pictures? A tiny vision-language model adds up dice in"
-        " pictures (examples/pictures.py). In the control experiment, called noise, random pixels"
-        " replace the pictures. The table shows mean ± standard deviation over the seeds.",
+        "Does GRPO teach a model to look at pictures? A tiny vision-language model adds up the"
+        " numbers on dice in pictures (examples/pictures.py). In the control experiment, called"
+        " noise, random pixels replace the pictures. The table shows mean ± standard deviation over"
+        " the seeds.",
         (
             "side",
             "runs",
@@ -370,8 +371,8 @@ BENCHES = {
     ),
     "step_trace": Bench(
         "Where does the time of a training step go? On a GPU, the last column shows the"
-        " milliseconds of each class of kernels, and how long and why the GPU is idle. Without a"
-        " GPU, the last column shows the work of the host for a tiny model of 28 layers.",
+        " milliseconds of each class of kernels and of each cause of idle time. Without a GPU,"
+        " the last column shows the work of the host for a tiny model of 28 layers.",
         ("case", "side", "ms per step", "fastest over unsharded", "account"),
         tables_step.step_trace,
         [
@@ -401,9 +402,9 @@ BENCHES = {
         "How fast does the local engine sample on a GPU, compared with vLLM? In the case uneven,"
         " the goal for Qwen3-0.6B on an H100 is 25,000 useful tokens/s, and the formulas of"
         " docs/scale.md predict 44,000 useful tokens/s. The case nano-vllm is the workload of"
-        " nano-vllm's bench.py: 256 sequences with 100 to 1,024 random tokens in and 100 to 1,024"
-        " tokens out, at temperature 0.6. It counts the tokens out. `--cases nano-vllm` runs this"
-        " case alone.",
+        " nano-vllm's bench.py: 256 sequences at temperature 0.6, with prompts of 100 to 1,024"
+        " random tokens and completions of 100 to 1,024 tokens. In this case, tokens/s counts only"
+        " the tokens of completions. `--cases nano-vllm` runs this case alone.",
         ("case", "side", "tokens/s", "slowest – fastest"),
         lambda records: [line[:4] for line in rollout_speed(records)],
         [
@@ -446,9 +447,9 @@ BENCHES = {
     ),
     "attention_speed": Bench(
         "How fast are the backends of attention (`NANOGRPO_ATTENTION`)? The times are for one layer"
-        " of Qwen3-0.6B and the three strips of step_large. For each head, and for each pair of a"
-        " query and a key that this query sees, attention needs 4·E FLOP in the forward pass and"
-        " 10·E in the backward pass. E is the size of a head. An error is the largest difference"
+        " of Qwen3-0.6B and the three strips of step_large. For each head and"
+        " each pair of a query and a visible key, attention needs 4·E FLOP in the forward pass and"
+        " 10·E in the backward pass. E is the head dimension. An error is the largest difference"
         " from float64, divided by the largest value.",
         (
             "case",
@@ -481,7 +482,7 @@ BENCHES = {
         command="make gpu",
     ),
     "soak": Bench(
-        "Does a run lose anything if it meets a random fault at a random time? Each run of a tiny"
+        "Does a run lose anything if a random fault occurs at a random time? Each run of a tiny"
         " task gets one fault and is resumed until it is done. The result of the run must then"
         " equal the result of a run without faults. A violation is a different result,"
         " a traceback, or a process or temporary file that is left behind.",

@@ -154,7 +154,7 @@ def shares(records: list[dict]) -> list[str]:
     """Return notes on the records that --profile has written."""
     notes = [
         "Peak memory is the peak of the trainer's process minus the memory of its imported"
-        " libraries. Times are measured on the seeds that both trainers ran. The column 'over TRL'"
+        " libraries. The times come from the seeds that both trainers ran. The column 'over TRL'"
         " compares only the steps that both trainers ran."
     ]
     for r in records:
@@ -182,11 +182,11 @@ def replay_apart(records: list[dict]) -> list[str]:
     equal, most = sum(a == b for a, b in both), max(abs(a - b) for a, b in both)
     weights = max(r["weights_apart"] for r in theirs)
     return [
-        "TRL was also trained on the completions that nanogrpo sampled, so that both trainers can"
-        f" differ only in training. Both trainers then have the same held-out accuracy at"
-        f" {equal} of {len(both)} evaluations, and the largest difference is {most:.3f}. The final"
-        f" weights of the two trainers differ by at most {weights:.1e} of their distance from the"
-        " base model."
+        "TRL was also trained on the completions that nanogrpo sampled, so that both trainers"
+        f" could differ only in training. Both trainers then have the same held-out accuracy at"
+        f" {equal} of {len(both)} evaluations, and the largest difference is {most:.3f}. The"
+        f" distance between the final weights of the two trainers is at most {weights:.1e} times"
+        " the distance between nanogrpo's final weights and the base model."
     ]
 
 

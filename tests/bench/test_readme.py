@@ -70,7 +70,7 @@ def test_a_replay_is_compared_with_our_run_of_its_seed():
     replayed = [{**record, "ours": dict(record["held_out"])} for record in replayed]
     (note,) = tables_learning.replay_apart([*ours, *replayed])
     assert "held-out accuracy at 6 of 6 evaluations, and the largest difference is 0.000" in note
-    assert "at most 2.0e-05 of their distance" in note
+    assert "at most 2.0e-05 times the distance" in note
     replayed[1]["held_out"]["4"] -= 0.25
     (note,) = tables_learning.replay_apart([*ours, *replayed])
     assert "held-out accuracy at 5 of 6 evaluations, and the largest difference is 0.250" in note
