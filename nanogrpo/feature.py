@@ -2,9 +2,9 @@
 
 An extra is a subclass of `Feature` with some of the methods below. extras/attach.py creates the
 extras that the options turn on, always in the same order. Every rank has the same extras. The core
-calls each method in one place (`metrics` in two: steps and evaluations) and knows nothing else
-about an extra. If a method returns None, the core does the work itself. Read next: run/setup.py and
-step.py (the callers), extras/attach.py (the list of extras).
+calls each method in one place and knows nothing else about an extra. Only `metrics` is called in
+two places: for steps and for evaluations. If a method returns None, the core does the work itself.
+Read next: run/setup.py and step.py (the callers), extras/attach.py (the list of extras).
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Feature:
     # --- before the first step, in this order ---
     # Return a model on the meta device for a checkpoint that the core cannot read.
     def decoder(self, folder: Path) -> Decoder | None: ...
-    # Return the function for a name in --reward-funcs, or module:name for the reward process.
+    # Return the function that a name in --reward-funcs stands for.
+    # If this function runs in the reward process, return its module:name instead.
     def reward(self, name: str, device: torch.device) -> Callable | str | None: ...
     # Return the rows of a data source that is not a JSON-lines file (see data/sources.py).
     def rows(self, source: Any, split: str) -> list[dict] | None: ...

@@ -107,7 +107,7 @@ def _shard(model: Any, world: World) -> None:
         fully_shard(model.lm_head, reshard_after_forward=False, **options)
     fully_shard(model, reshard_after_forward=False, **options)
     # By default, FSDP2 starts to gather a block when the host reaches this block.
-    # This would be too late, because the host often waits for the bounds of sequences.
+    # This would be too late, because the host often waits for the GPU.
     # So each block explicitly prefetches the next block, in both passes.
     for block, following in itertools.pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])

@@ -23,8 +23,8 @@ def signaled_with(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 class Console:
-    """A standard stream whose reader may end before the run, for example `tee` after Ctrl-C. When
-    the reader has ended, the output is dropped, and no error ends the run.
+    """A standard stream whose reader may end before the run ends, for example `tee` after Ctrl-C.
+    After the end of its reader, the stream drops all output and raises no error.
     """
 
     def __init__(self, stream: Any):

@@ -91,8 +91,8 @@ class World:
         """Return the samples that this rank trains on, by their index in the generation.
 
         A sample that moves to a different rank is sent only to that rank. `mine` holds the samples
-        of this rank's prompts. In rank order, these lists form the whole generation. `wanted[r]`
-        holds the indices of the samples that rank r trains on.
+        of this rank's prompts. The lists `mine` of all ranks, joined in rank order, are the whole
+        generation. `wanted[r]` holds the indices of the samples that rank r trains on.
         """
         start = sum(self.gather(len(mine))[: self.rank])
         own = dict(enumerate(mine, start))
@@ -133,7 +133,7 @@ class World:
         return any(flag for flag, _ in everyone)
 
     def agree(self, facts: dict[str, Any]) -> None:
-        """Raise UserError on all ranks if a fact differs between ranks."""
+        """Raise UserError on all ranks if a value in `facts` differs between ranks."""
         everyone = self.gather(facts)
         for rank, theirs in enumerate(everyone):
             for name in everyone[0] | theirs:
@@ -189,7 +189,7 @@ def join(cfg: Config) -> Iterator[World]:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
     world = World(rank, size, device)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # without torchrun, nobody could end the ranks
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # if torchrun is killed, the ranks end, too
         signaled_with(os.getppid(), signal.SIGTERM)
     _connect(cfg, world)
     try:

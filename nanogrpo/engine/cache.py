@@ -72,8 +72,8 @@ class KVCache:
         return count
 
     def write(self, started: Iterable[tuple[int, int, Prefix]]) -> None:
-        """Write the keys and values of prompts to rows that have started: (first row, number of
-        rows, prompt).
+        """Write the keys and values of prompts to the rows that have started. Each item of
+        `started` is (first row, number of rows, prompt).
         """
         for first, count, prefix in started:
             t = prefix.kv.shape[3]

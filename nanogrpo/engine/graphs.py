@@ -2,7 +2,7 @@
 
 In and out: as in runner.py. A graph has fixed shapes, so the number of rows is rounded up
 (`rounded`). The rows that fill up a graph have position 0 and write to page 0 of the cache, which
-no other row uses.
+belongs to no row.
 
 A decode step computes only one token per row, so most of its kernels run for less time than the
 host needs to launch them. A step therefore has few kernels, and a graph launches all of them at
@@ -28,9 +28,9 @@ from nanogrpo.model.decoder import Decoder
 
 
 class GraphRunner(Runner):
-    # While the GPU computes a stride, the host reads the one before, and prepares the next one.
+    # While the GPU computes a stride, the host reads the previous stride and prepares the next one.
     # A row that finishes in a stride is computed until the end of the next stride.
-    # With 3 steps and 170 tokens per completion, about 2 % of the work is wasted.
+    # With 3 steps per stride and 170 tokens per completion, about 2 % of the work is wasted.
     stride, behind = 3, 1
 
     def __init__(self, *args: Any):
@@ -55,7 +55,8 @@ class GraphRunner(Runner):
     def capture(self, rows: int, params: SamplingParams) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         graph = torch.cuda.CUDAGraph()
         pool = next((g.pool() for g, _ in self.graphs.values()), None)
-        # "thread_local" lets another thread synchronize during the capture, for example to save.
+        # "thread_local" lets other threads synchronize during the capture,
+        # for example to save a checkpoint.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             logp = super().step(rows, params)
         return graph, logp

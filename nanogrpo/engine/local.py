@@ -111,8 +111,8 @@ class LocalEngine:
     def sample_steps(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
     ) -> Iterator[list[Sample]]:
-        """Yield the completions with their tokens so far, each time the host has read tokens. No
-        weights may be loaded in between.
+        """Yield the completions with their tokens so far, each time the host has read tokens. Do
+        not load weights until the iteration has ended.
         """
         completions = [
             Completion(

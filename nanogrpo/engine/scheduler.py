@@ -53,10 +53,10 @@ class Scheduler:
 
     def __init__(self, cache: KVCache | PagedCache, slots: int, device: torch.device):
         self.cache, self.slots = cache, slots
-        self.put_back = 0  # completions put back into the queue since the last `metrics`
+        self.put_back = 0  # completions put back into the queue since the last call of `metrics`
         # [3, slots]: each row's next input token, the position of this token, and the random key.
-        # The tensor is never replaced, because CUDA graphs use its address.
-        # Each step advances it. `schedule` moves rows, and writes those that start.
+        # The tensor is never replaced, because CUDA graphs use its address. Each step updates it.
+        # `schedule` moves rows, and fills in the rows of new completions.
         self.state = torch.zeros(3, slots, dtype=torch.int64, device=device)
 
     def start(self, completions: Iterable[Completion]) -> None:
@@ -85,7 +85,7 @@ class Scheduler:
                 break
             youngest = max(self.active, key=lambda c: c.turn)
             ids = youngest.sample.prompt.token_ids + youngest.sample.token_ids
-            if len(ids) == len(youngest.start):  # no new token: the prefill may still be there
+            if len(ids) == len(youngest.start):  # no new token: reuse the prefill if it exists
                 ids = youngest.start
             self.waiting.appendleft(replace(youngest, start=ids, row=-1))
             youngest.limit = 0  # discard the tokens that the host has not read yet
@@ -109,7 +109,7 @@ class Scheduler:
         self.cache.write(started)
         rows = [*range(len(self.active))]
         if [c.row for c in self.active] != rows:
-            # The host may not know the newest tokens, so these move on the device.
+            # The host may not have read the newest tokens yet, so the device moves them.
             inputs = [(c.row, c.start[-1], c.position, c.key) for c in self.active]
             x = moved(torch.tensor(inputs), self.state.device).T  # [4, b]
             self.state[:, : len(rows)] = torch.where(x[0] < 0, x[1:], self.state[:, x[0]])
@@ -128,7 +128,7 @@ class Scheduler:
         """Append the new tokens [steps, b] to the samples of these rows."""
         for ids, values in zip(tokens.tolist(), logp.tolist()):
             for c, token, value in zip(rows, ids, values):
-                if c.room:  # else it is finished, or was put back
+                if c.room:  # 0 if the completion is finished or was put back
                     c.sample.token_ids.append(token)
                     c.sample.logp.append(value)
                     c.sample.versions.append(version)

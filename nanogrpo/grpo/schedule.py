@@ -167,9 +167,9 @@ def _spread(pieces: list[Piece], budget: int, ranks: int, share: int) -> tuple[l
 
     Pieces are assigned from the most expensive to the cheapest, each to the cheapest strip that can
     still hold it ("longest processing time first"). If the budget excludes no strip, the cost is at
-    most 4/3 of the optimum (Graham 1969). Pieces of equal cost are sorted so that the ranks of
-    their samples alternate. Strips receive pieces of equal cost in turn, so samples of the same
-    rank tend to end up in the same strip.
+    most 4/3 of the optimum (Graham 1969). Pieces of equal cost are taken from one rank after the
+    other, and the strips receive them in turn. So samples of the same rank tend to end up in the
+    same strip.
     """
 
     pieces = sorted(pieces, key=lambda p: (-p.cost, p.samples[0] % share, p.samples))

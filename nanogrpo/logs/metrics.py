@@ -101,7 +101,7 @@ class Meter:
         them.
         """
         sample, update = self._joined("sample"), self._joined("update")
-        # Each completion gets a new number in each update.
+        # Each pair of an update and a completion gets its own number.
         pair = update * (int(sample.max()) + 1) + sample if len(sample) else sample
         count = pair.bincount()
 

@@ -10,9 +10,9 @@ The object `attend` is of one of two kinds:
   sequence. The token's key and value are written to the cache. Then the token attends to all cached
   tokens of its sequence.
 
-`StripAttention` calls the reference on a CPU (kernels/reference/attention.py), and on a GPU usually
-a fused kernel with the same signature (gpu_attention.py). No implementation repeats keys for
-grouped queries. The forward passes are deterministic. As in torch, the backward passes are
+On a CPU, `StripAttention` calls the reference (kernels/reference/attention.py). On a GPU, it
+usually calls a fused kernel with the same signature (gpu_attention.py). No implementation repeats
+keys for grouped queries. The forward passes are deterministic. As in torch, the backward passes are
 deterministic if `torch.use_deterministic_algorithms(True)` was called. Read next: decoder.py (which
 calls `attend`), engine/runner.py (which calls the decoder).
 """

@@ -148,7 +148,7 @@ def fill(parameter: Tensor | Stored, source) -> None:
 
 
 def empty_model(folder: Path, kind: type[Decoder] = Decoder) -> Decoder:
-    """Return a checkpoint's model on the meta device, where weights need no time or memory."""
+    """Return a checkpoint's model on the meta device, where weights take up no memory."""
     where = folder / "config.json"
     raw = read_json(where)
     with (

@@ -32,7 +32,8 @@ from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.types import PackedBatch
 
 # (layer, q [T, H, E], k [T, K, E], v [T, K, E], window) → [T, H, E]
-# A token attends to itself and to the window - 1 tokens before it, or to all if `window` is 0.
+# A token attends to itself and to the window - 1 tokens before it.
+# If `window` is 0, it attends to itself and to all tokens before it.
 Attend = Callable[[int, Tensor, Tensor, Tensor, int], Tensor]
 
 
@@ -254,8 +255,8 @@ class Decoder(nn.Module):
         """Return `op` of the hidden states in `rows`.
 
         `tokens` and `positions` are [T]. `rows` holds indices [M] into T, or is None for all rows.
-        `Head` explains `op`. `inputs` is as in PackedBatch, for a model that takes more than
-        tokens.
+        `Head` explains `op`. `inputs` holds the inputs other than tokens, if the model has any (see
+        PackedBatch).
         """
         hidden = self.model(tokens, positions, attend, *inputs)  # [T, D]
         if rows is not None:

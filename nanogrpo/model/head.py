@@ -36,7 +36,7 @@ class PolicyOut(NamedTuple):
     logp: Tensor  # [M] float32
     entropy: Tensor  # [M] float32, nats
     kl: Tensor | None  # [M] float32: the KL of kernels/reference/policy.py; None without ref_logp
-    # Further vectors [M]; the mean of each vector has the same name in the log.
+    # Further vectors [M]. The mean of each vector is logged under the vector's name.
     # "clip" is int8: -1 if clipped low, +1 if clipped high, else 0.
     metrics: dict[str, Tensor]
     # Whether the metrics have one value per sequence, repeated for each token of the sequence.

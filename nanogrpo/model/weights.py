@@ -3,7 +3,7 @@
 In: a model, full or sharded over the ranks. Out: the parameters that a checkpoint contains, or the
 full tensors. Engines, checkpoints and the memory estimate all use the functions of this file.
 
-A layer that does not store its weight as one parameter (the core has none) defines some of these
+Some layers of extras do not store their weight as one parameter. Such a layer defines some of these
 attributes:
 
     `internal` contains the names of the parameters that are not in checkpoints.

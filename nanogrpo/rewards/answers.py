@@ -26,7 +26,8 @@ FORMULA = re.compile(
     r"|\\\(((?:(?!\\\)).){1,500})\\\)|\\\[((?:(?!\\\]).){1,500})\\\]",
     re.DOTALL,
 )
-# The text before a formula, and the delimiter of the formula, if this formula is the answer.
+# Matches the text before a formula if this formula is the answer.
+# The text includes the opening delimiter of the formula.
 ANSWER_IS = re.compile(
     r"answer(?:(?!\bnot\b|\\[(\[])[^$]){0,50}(?:\$\$?|\\[(\[])?\Z", re.IGNORECASE
 )

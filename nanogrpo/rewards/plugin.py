@@ -101,7 +101,7 @@ def _value(node: ast.expr) -> Any:
 
 
 def bind(function: Callable, arguments: dict[str, Any], spec: str) -> Callable:
-    """Return the reward function for a function and its arguments.
+    """Return the reward function that a user's function and its arguments define.
 
     A function that takes completions, completion_ids, prompts or **kwargs is a reward function, and
     gets the arguments in every call. Any other function or class is called once with the arguments,

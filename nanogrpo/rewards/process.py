@@ -65,8 +65,8 @@ class RewardProcess:
             f"import sys; sys.path[:] = {sys.path}; from nanogrpo.rewards.process import main; "
             f"main({theirs.fileno()}, {os.getpid()})"
         )
-        # In its own session, the process does not receive Ctrl-C from the terminal.
-        # As a session, the process can be killed together with its children.
+        # The process has its own session, so it does not receive Ctrl-C from the terminal.
+        # This session also makes it possible to kill the process together with its children.
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", program],

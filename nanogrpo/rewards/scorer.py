@@ -87,8 +87,9 @@ class Scorer:
             self.calls[name] = run
         self.weights = dict(zip(self.calls, cfg.reward_weights or itertools.repeat(1.0)))
         self.lost = 0  # number of lost steps in a row
-        self.failures = 0  # prompts with lost rewards since the last call of `metrics`
-        self.logged: list = []  # (name, value) of each log_metric call since `metrics`
+        # since the last call of `metrics`:
+        self.failures = 0  # prompts with lost rewards
+        self.logged: list = []  # (name, value) of each log_metric call
 
     def check(self, prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> None:
         """Check that the data has reference answers if a function needs them."""

@@ -6,10 +6,10 @@ code.
 
 A completion may contain an expression such as 10^{10^{10}} or 9!!!!!, whose algebra never ends or
 needs too much memory. So math-verify runs in its own process, which can be killed. For each pair,
-the operating system limits this process to SECONDS of processor time and MEMORY bytes. A process
-that exceeds the time limit is killed, even inside C code. If the process is killed, its pair counts
-as different, and the next pair starts a new process. Math-verify's own time limit is not used, for
-two reasons. Math-verify's limit depends on signals, which work only in a main thread. Math-verify's
+the operating system limits this process to SECONDS of CPU time and MEMORY bytes. A process that
+exceeds the time limit is killed, even inside C code. If the process is killed, its pair counts as
+different, and the next pair starts a new process. Math-verify's own time limit is not used, for two
+reasons. Math-verify's limit depends on signals, which work only in a main thread. Math-verify's
 limit also measures wall-clock time, so the load of the machine could change a result.
 """
 
@@ -24,7 +24,7 @@ from nanogrpo.rewards.process import CallLost, RewardProcess
 
 logger = logging.getLogger("nanogrpo")
 
-SECONDS = 2  # processor time in seconds for a pair; most pairs need milliseconds
+SECONDS = 2  # CPU time in seconds for a pair; most pairs need milliseconds
 MEMORY = 2 << 30  # bytes of address space
 MAX_LOST = 20  # maximum number of pairs that exceed their limits in one call
 JUDGE = f"{__name__}:judge"
@@ -85,7 +85,7 @@ def judge(completions: list[str], solution: list[str], **kwargs) -> list[float]:
         answer, wanted = (
             math_verify.parse(rf"\boxed{{{text}}}", **reading) for text in completions + solution
         )
-        # The reference may be an interval, and the answer an inequality.
+        # The reference may be an interval while the answer is an inequality.
         options = {"timeout_seconds": None, "allow_set_relation_comp": True}
         return [float(math_verify.verify(wanted, answer, **options))]
     except Exception:  # an answer that causes an exception counts as wrong

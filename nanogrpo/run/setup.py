@@ -1,10 +1,11 @@
 """Check the inputs of a run, and build its parts.
 
-In: the options, the world and the features of this run. Out: first `Inputs`: a model without
-weights, the prompts and the reward functions. The last settings are chosen from these inputs. Then
-a `Run`, which train.py and step.py use. Each mistake of the user is reported where the value is
-read, in one sentence. train.py calls `load`, `settle`, `setup` and `closing`, in this order. Read
-next: state.py (checkpoints), engine/local.py (the engine).
+In: the options, the world and the features of this run. Out: a `Run`, which train.py and step.py
+use. train.py calls four functions, in this order. `load` returns `Inputs`: a model without weights,
+the prompts and the reward functions. `settle` chooses the settings that depend on these inputs.
+`setup` returns the `Run`. `closing` closes the parts of the run at its end. Each mistake of the
+user is reported where the value is read, in one sentence. Read next: state.py (checkpoints),
+engine/local.py (the engine).
 """
 
 import contextlib
@@ -86,8 +87,8 @@ class Run(Inputs):
         return self.done * self.cfg.prompts_per_step / len(self.prompts)
 
     def draw(self, seed: int, step: int) -> list[Prompt]:
-        """Return the prompts of a step for all ranks. Without a feature that draws, the prompts
-        depend only on the seed and the step.
+        """Return the prompts of a step for all ranks. These prompts depend only on the seed and the
+        step, unless a feature chooses them.
         """
         drawn = data.draw(self.prompts, self.cfg.prompts_per_step, seed, step)
         for feature in self.features:
@@ -101,8 +102,8 @@ class Run(Inputs):
         return optim.learning_rate(update, self.cfg) if rate is None else rate
 
     def due(self, every: int) -> bool:
-        """Return whether the run is finished, or its number of finished steps is a multiple of
-        `every`. If `every` is 0, return False.
+        """Return True if the number of finished steps is a multiple of `every`, or if the run is
+        finished. If `every` is 0, always return False.
         """
         return every > 0 and (self.done == self.cfg.max_steps or self.done % every == 0)
 

@@ -118,8 +118,8 @@ class Saver:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Wait for the last save. If this save has failed, raise its error, unless the run has
-        failed, too.
+        """Wait for the last save. If the save has failed but the run has not, raise the error of
+        the save.
         """
         self.wait()
         if kind is None:
@@ -231,7 +231,7 @@ class Saver:
         mine = tensors(self.model, self.optimizer, self.features)
         with _reading(folder):
             for name in sorted(hashes)[world.rank :: world.size]:
-                # earlier versions stored the names of state/ without the folder
+                # earlier versions stored the name __0_0.distcp instead of state/__0_0.distcp
                 if hashes[name] not in map(digest, folder.rglob(name)):
                     raise ValueError(f"{name} is missing, or its hash is not the one in {STATE}")
             stored = reader.read_metadata().state_dict_metadata
@@ -276,9 +276,9 @@ def latest(cfg: Config, origin: dict[str, str]) -> tuple[Path, dict[str, str]] |
 
 
 def fixed_options(cfg: Config) -> dict[str, Any]:
-    """Return the options that a resumed run must repeat, if they differ from their defaults. A
-    missing option counts as its default, even if another version of nanogrpo does not have the
-    option.
+    """Return the options that a resumed run must repeat, if they differ from their defaults. An
+    option that is missing from the result has its default value. This also holds for an option that
+    another version of nanogrpo does not have.
     """
     by_length = 0 < cfg.warmup_steps < 1 or not cfg.lr_scheduler_type.startswith("constant")
     out = {}

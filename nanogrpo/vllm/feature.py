@@ -31,7 +31,7 @@ class VLLM(Feature):
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
 
     def settings(self, cfg: Any, inputs: Inputs) -> None:
-        """Refuse a choice of GPUs, or a checkpoint, that a server cannot use."""
+        """Raise UserError if a server cannot use the chosen GPUs or the checkpoint."""
         gpus.shares(cfg, inputs.world)
         if read_json(inputs.source / "config.json").get("quantization_config"):
             raise UserError(

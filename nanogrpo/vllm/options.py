@@ -57,7 +57,7 @@ class VLLMOptions(Config):
     def problems(self) -> Iterator[str]:
         if self.engine == "local":
             return
-        others: Any = self  # it has the options of all extras
+        others: Any = self  # `self` has the options of all extras
         limited = self.top_k or others.min_p  # also in evaluations
         if self.eval_steps and self.eval_temperature and self.top_p < 1 and not limited:
             yield (

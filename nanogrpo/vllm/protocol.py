@@ -48,8 +48,8 @@ def check_server(
 ) -> None:
     """Raise UserError if a server cannot sample for this trainer.
 
-    `info` is the server's description, from auth.describe. `head_dtype` is float32 or model, as in
-    vLLM. `dtype` is bfloat16, float16, or auto for any.
+    `info` is the server's description, from auth.describe. `head_dtype` is "float32" or "model", as
+    in vLLM. `dtype` is "bfloat16", "float16", or "auto", which allows any dtype.
     """
     server = f"--server {server}"
     advice = "start serve.py with the checkpoint of --model"

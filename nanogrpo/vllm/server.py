@@ -1,10 +1,10 @@
 """The trainer's view of one vLLM sidecar: an HTTP client with the server's state (`Server`), and
 the server process if we start it ourselves (`Sidecar`).
 
-In: a URL and a secret. Out: the methods `get` and `post`, which raise a `ServerError` if another
-attempt or another server may help: no answer in time, a lost connection, a status other than 200.
-HTTP uses the standard library. Each request uses a new connection, so a retry never uses a broken
-one. Read before: engine/base.py. Read next: sync.py, client.py.
+In: a URL and a secret. Out: the methods `get` and `post`. They raise a `ServerError` if no answer
+arrives in time, if the connection is lost, or if the status is not 200. Another attempt or another
+server may then help. HTTP uses the standard library. Each request uses a new connection, so a retry
+never uses a broken one. Read before: engine/base.py. Read next: sync.py, client.py.
 """
 
 import contextlib
@@ -185,7 +185,7 @@ class Sidecar:
         self.process: subprocess.Popen | None = None
         self.logged = 0  # bytes in `output` before the process started
         # The server's interpreter imports our package from this folder, which has a link to it.
-        # From our site-packages, that interpreter would also import our torch, which is wrong.
+        # If we gave it our site-packages instead, it would also import our torch, not its own.
         # The folder is next to the log, so that a killed run leaves nothing elsewhere.
         self.path = output.absolute().with_name(f".{output.stem}")
 
@@ -194,7 +194,7 @@ class Sidecar:
         seconds.
 
         Raises UserError if the process ends, or does not become healthy in time. Also raises
-        UserError if `over` or a signal meanwhile asks the run to stop.
+        UserError if `over` is set, or if a signal asks the run to stop.
         """
         self.kill()
         # While this socket is bound, no other process gets the port by chance.

@@ -1,4 +1,4 @@
-"""A wrapper around the engine, with which trainer and vLLM take turns on one GPU
+"""A wrapper around the engine. It lets trainer and vLLM take turns on one GPU
 (--vllm-enable-sleep-mode).
 
     gather │ wake, send the weights, sample, sleep │ score, train │ gather │ …

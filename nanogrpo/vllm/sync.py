@@ -123,7 +123,7 @@ class WeightSync:
         their KV cache, and continue with the new weights. New requests never reuse prefixes that
         were cached with older weights, because the prefix cache is salted (see client.py).
 
-        `wake` says whether the server uses sleep mode, in which it may be asleep.
+        If `wake` is True, the server uses sleep mode, so this method also wakes it.
         """
         group = server.group
         if wake:

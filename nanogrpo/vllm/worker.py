@@ -2,7 +2,7 @@
 internals.
 
 In: buckets of checkpoint tensors (buckets.py), by broadcast or by shared memory. Out: these weights
-in vLLM's model, fused, sharded or packed as its kernels need them. Every worker of vLLM imports
+in vLLM's model, fused, sharded or packed as vLLM's kernels need them. Every worker of vLLM imports
 this file before it loads the model (`--worker-extension-cls`, see serve.py). The trainer never
 imports this file. vLLM calls these methods for the routes of the same names:
 
@@ -100,7 +100,7 @@ class Transfer(WeightTransferEngine):
             dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
     def finish_weight_update(self) -> None:
-        """Do nothing. `update_weights` cleans up itself, even when it fails."""
+        """Do nothing, because `update_weights` has already cleaned up, even if it failed."""
 
     def shutdown(self) -> None:
         if self.group is not None:
