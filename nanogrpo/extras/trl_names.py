@@ -64,8 +64,8 @@ TRANSLATED = table(
     vllm_server_host vllm_server_port
         `--server http://HOST:PORT`
     vllm_gpu_memory_utilization vllm_tensor_parallel_size
-        vLLM's options of the same names in `--vllm-options`; as in TRL, only for a server that the
-        trainer starts; by default, its memory depends on the free memory
+        vLLM's options of the same names, in `--vllm-options`; as in TRL, they apply only to a
+        server that the trainer starts; by default, the server's memory depends on the free memory
     vllm_importance_sampling_correction
         `true` is `--vllm-importance-sampling-mode sequence_mask`, unless another mode is given;
         `false` is `off`
@@ -142,7 +142,7 @@ IGNORED = table(
         a GPU computes in bfloat16 and a CPU in float32, unless `--dtype` is given; weights are
         trained in float32, and checkpoints have the dtype of the base model
     shuffle_dataset
-        prompts are always shuffled, by `--seed` and epoch
+        prompts are always shuffled, in an order that depends on `--seed` and the epoch
     bnb_4bit_quant_storage use_bnb_nested_quant
         `--load-in-4bit` always stores the codes as bytes, and always quantizes the scales of the
         blocks, too
@@ -325,8 +325,8 @@ SYNONYMS = table(
     tokenizer tokenizer_name tokenizer_path
         leave it out, because the tokenizer is read from the folder of `--model`
     rollout_func
-        use `--rollout` and a function (samples, turns), because TRL's signature differs
-        (docs/fork.md)
+        use `--rollout` with a function of the arguments (samples, turns), because TRL's signature
+        differs (docs/fork.md)
     device_map
         leave it out, because each process of torchrun has its own GPU
     optimizers
