@@ -50,7 +50,7 @@ FIXED = {
 # Blocks are short, because the completions of a group share only full blocks of their prompt.
 # vLLM's default on a CPU is 128 tokens, and its fast kernel needs a multiple of 32.
 ON_CPU = ["--no-enable-chunked-prefill", "--block-size", "32", "--kv-cache-memory-bytes"]
-LARGEST = 16 << 30  # default limit of the KV cache, in bytes; vLLM fills it with zeros
+LARGEST = 16 << 30  # default limit of the KV cache, in bytes: vLLM fills the cache with zeros
 
 
 def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

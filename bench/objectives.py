@@ -135,9 +135,9 @@ EXPERIMENTS = {
         " of 8, groups of 2, 32 and 64 have a lower mean accuracy at the end (by 2 to 6 points)"
         " and in training (by 7 to 10 points). But the differences from groups of 8 are at most"
         " 2.3 standard errors. Another difference is larger, although we had not planned to test"
-        " it: in training, groups of 32 are 7 points less accurate than groups of 16 (3.4 standard"
-        " errors). So the eight seeds suggest, but do not prove, that runs learn more"
-        " slowly with groups of two, and with large groups from few prompts.",
+        " it: in training, runs with groups of 32 are 7 points less accurate than runs with groups"
+        " of 16 (3.4 standard errors). So the eight seeds suggest, but do not prove, that runs"
+        " learn more slowly with groups of two, and with large groups from few prompts.",
     ),
     "baseline": Experiment(
         "What should be subtracted from a reward, and by what should the difference be divided?",
