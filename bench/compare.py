@@ -5,11 +5,11 @@
 
 In: the other checkout, a benchmark, and options of the benchmark. Out: a table with one row per
 case, and one line with the verdict. The benchmark runs in a new process for each measurement, with
-`--alone`, so nanogrpo is measured without other programs. The two checkouts are measured in pairs
-of runs, whose order alternates, so a busy machine affects both checkouts equally. Each pair of runs
-gives a ratio: the seconds of this checkout divided by the seconds of the other one. A case is
-called faster or slower only if all its ratios are below 1, or all are above 1. Nothing is written
-into the checkouts. Read next: step_time.py.
+`--alone`, so that nanogrpo is measured without other programs. The two checkouts are measured in
+pairs of runs, whose order alternates, so a busy machine affects both checkouts equally. Each pair
+of runs gives a ratio: the seconds of this checkout divided by the seconds of the other one. A case
+is called faster or slower only if all its ratios are below 1, or all are above 1. Nothing is
+written into the checkouts. Read next: step_time.py.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ NO_VLLM = (
 
 
 def stop_probability(mean: float, longest: int) -> float:
-    """Return the stop probability per token that gives completions this mean length. A completion
-    also ends when it has `longest` tokens.
+    """Return the stop probability per token for completions of this mean length. A completion also
+    ends when it has `longest` tokens.
     """
     low, high = 0.0, 1.0
     for _ in range(60):

@@ -3,8 +3,8 @@ on the time.
 
 In: a device, and whether the shapes are small. Out: one `Case` per operation, created when it is
 needed. Each implementation of an operation is called a side. This file defines nanogrpo's side.
-kernel_peers.py defines the other sides, and kernel_decoder.py the operations of the decoder. Read
-next: kernel_speed.py, which measures the times.
+kernel_peers.py defines the other sides, and kernel_decoder.py defines the operations of the
+decoder. Read next: kernel_speed.py, which measures the times.
 """
 
 from __future__ import annotations

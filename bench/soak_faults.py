@@ -1,8 +1,8 @@
 """The runs of bench/soak.py: how they are started, which processes they have, and their faults.
 
-In: a mode (how train.py is started) and a base model. Out: the class `Run`, and FAULTS, functions
-that damage a run in progress. All processes are real except the vLLM server, which is a fake in
-most modes. Read next: soak.py, which checks the result of a run.
+In: a mode (how train.py is started) and a base model. Out: the class `Run`, and the faults in
+FAULTS, which damage a run in progress. All processes are real except the vLLM server, which is a
+fake in most modes. Read next: soak.py, which checks the result of a run.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def answers(folder: Path, prompts: list[list[dict]], max_new_tokens: int) -> lis
 
 
 def table(records: list[dict], before: list[str], after: list[str]) -> str:
-    """Return a Markdown table of the problems that marks each correct answer."""
+    """Return a Markdown table of the problems, in which correct answers are marked."""
     expected = [record["answer"] for record in records]
     scores = [last_number(completions, expected) for completions in (before, after)]
     right, then = (sum(map(int, each)) for each in scores)

@@ -39,7 +39,7 @@ class Options(Config):
     lam: float = option(0.99, "λ of GAE; 1: the reward minus the value", ">= 0", "<= 1")
     vf_coef: float = option(0.1, "coefficient of the value loss", "> 0")
     cliprange_value: float = option(0.2, "how far the loss lets a value move in a step", "> 0")
-    value_lr_factor: float = option(30.0, "learning rate of the value over the model's", ">= 1")
+    value_lr_factor: float = option(30.0, "factor of the value's learning rate", ">= 1")
 
 
 class Critic(Feature):

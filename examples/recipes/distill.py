@@ -9,9 +9,9 @@ token:
     A_t = reward_coef · A_group - teacher_coef · Σ_k share_k (log π(y_t) - log teacher_k(y_t))
 
 By default, `reward_coef` is 0: the rewards are only logged, and the logged loss is the mean
-divergence. With several teachers, share_k is 1/K. With `--teacher-column`, a column of the prompt
-contains the number of a teacher (0, 1, …), such as the expert for its domain. share_k is 1 for this
-teacher. A prompt without a number (null) has no teacher.
+divergence. With several teachers, share_k is 1/K. With `--teacher-column`, a column of the data
+contains the number of each prompt's teacher (0, 1, …), such as the expert for the domain of the
+prompt. share_k is 1 for this teacher. A prompt without a number (null) has no teacher.
 
 With `--jsd-beta β`, the exact divergence D over all tokens of the vocabulary replaces each
 difference of log-probs. The gradient of D has less variance. β has the same meaning as in TRL's

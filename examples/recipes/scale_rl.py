@@ -12,7 +12,8 @@ function of --reward-funcs. This reward must be from 0 to 1. Prompts with s_p â‰
 not drawn again. Other prompts are drawn at random instead. The sums of r are part of a checkpoint,
 so a resumed run draws the same prompts as an uninterrupted run.
 
-train.py has other parts of ScaleRL as options: its loss, and a standard deviation over the step.
+train.py has options for two other parts of ScaleRL: its loss, and advantages that are divided by
+the standard deviation of all rewards of the step.
 
     python examples/recipes/scale_rl.py --model runs/base --data arithmetic --output-dir runs/s \\
         --loss-type cispo --epsilon-high 5 --scale-rewards batch

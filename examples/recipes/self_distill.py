@@ -11,8 +11,8 @@ token of the answer. So the model learns to answer without the hint, and no othe
 With `reward_coef` 0, the default, the loss is the reverse KL between policy and teacher, on samples
 of the policy. SDPO (Hübotter et al. 2026, 2601.20802) and SDFT (Shenfeld et al. 2026, 2601.19897)
 use this loss. In SDFT, h is a demonstration. A test compares the gradient of this loss with TRL's
-gradient. The teacher has the weights at the start of the step. If the hint column of a prompt is
-empty, the prompt has no teacher.
+gradient. The teacher has the policy's weights at the start of the step. If the hint column of a
+prompt is empty, the prompt has no teacher.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def fresh(record: dict) -> str | None:
     with tempfile.TemporaryDirectory() as where:
         run = one(record, secrets.randbelow(10**6) + 1000, Path(where) / "run")
     _, _, processor, accuracy = run["curve"][-1]
-    print(f"seed {run['seed']}: {accuracy:.3f} after {processor:.0f} processor seconds")
+    print(f"seed {run['seed']}: {accuracy:.3f} after {processor:.0f} s of processor time")
     p = chance([*record["runs"], run])
     return None if p < LEVEL else f"with the seed {run['seed']}, p is {p:.3f}."
 
