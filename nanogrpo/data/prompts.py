@@ -287,8 +287,8 @@ def _order(count: int, n: int, seed: int, epoch: int) -> np.ndarray:
     tail from the new epoch. With independent permutations, a step across two epochs could contain a
     prompt twice, and this prompt would have twice the weight. So the first n - tail prompts of the
     new epoch are chosen from the prompts that are not in the tail of the old epoch. All other
-    prompts follow in random order. An epoch's order therefore depends on the order of the previous
-    epoch, and so on. This chain of epochs starts at the last epoch that began exactly at the start
+    prompts follow in random order. So the orders of the epochs form a chain, in which each order
+    depends on the previous one. This chain starts at the last epoch that began exactly at the start
     of a step (at most n epochs back).
     """
     begin = epoch

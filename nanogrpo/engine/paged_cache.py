@@ -72,7 +72,7 @@ class PagedCache:
         self.on_host[:] = 0
 
     def fits(self, tokens: int) -> bool:
-        """Return whether the cache has space for a row of this length that shares no pages."""
+        """Return whether a row of this length would fit without sharing pages with other rows."""
         return pages_of(min(tokens, self.S)) <= len(self.free)
 
     def fill(self, first: int, count: int, prefix: Prefix, ahead: int) -> int:
@@ -82,7 +82,7 @@ class PagedCache:
         t = prefix.kv.shape[3]
         full = t // PAGE
         each = pages_of(min(t + ahead, self.S)) - full  # pages that a row does not share
-        shared = full - len(prefix.pages)  # 0 if another row has written them
+        shared = full - len(prefix.pages)  # shared pages that are not allocated yet
         count = min(count, (len(self.free) - shared) // each)
         if count <= 0:
             return 0

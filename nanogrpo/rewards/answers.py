@@ -289,7 +289,7 @@ NO_UNIT = re.compile(
 )
 # The text between a unit and its rate, such as "per" in "18 dollars per day".
 RATE = r"/|\b(?:per|an?|each|every)\b"
-# Text after a number that is not a unit, but the rest of a formula or another number.
+# Text that can follow a number without being a unit: the rest of a formula, or another number.
 ALGEBRA = re.compile(
     r"[+*=\\^,;]|\b[^\W\d_acfghlms]\b|\ba\Z|\b(?:or|and)\b.*\d"
     rf"|\A (?!(?:{'|'.join(UNITS)})\b)[a-z]{{2}}\b"

@@ -4,10 +4,10 @@ In: pairs of an answer and a reference, as strings. Out: for each pair, True or 
 the pair was not compared. Read next: rewards/process.py, which starts and kills the process of this
 code.
 
-A completion may contain an expression such as 10^{10^{10}} or 9!!!!!, whose algebra never ends or
-needs too much memory. So math-verify runs in its own process, which can be killed. For each pair,
-the operating system limits this process to SECONDS of CPU time and MEMORY bytes. A process that
-exceeds the time limit is killed, even inside C code. If the process is killed, its pair counts as
+A completion may contain an expression such as 10^{10^{10}} or 9!!!!!, which takes too much time or
+memory to compute. So math-verify runs in its own process, which can be killed. For each pair, the
+operating system limits this process to SECONDS of CPU time and MEMORY bytes. A process that exceeds
+the time limit is killed, even inside C code. If the process is killed, its pair counts as
 different, and the next pair starts a new process. Math-verify's own time limit is not used, for two
 reasons. Math-verify's limit depends on signals, which work only in a main thread. Math-verify's
 limit also measures wall-clock time, so the load of the machine could change a result.

@@ -149,7 +149,7 @@ class Saver:
         def write() -> None:
             with written:  # at the end, the main rank renames or removes the folder
                 # `save` returns when the shards of all ranks are written.
-                # By default, this thread would wait for the training kernels before each shard.
+                # By default, dcp would wait for the training kernels before it writes each shard.
                 dcp.save(
                     shards,
                     storage_writer=dcp.FileSystemWriter(folder / "state", per_thread_copy_ahead=0),

@@ -87,7 +87,7 @@ class VLLMEngine:
         self.masks, self.min_p, self.dtypes = masks, min_p, (head_dtype, dtype)
         self.interval = HEARTBEAT
         self.version = -1  # version of the weights
-        self.restarts = 0  # how often all servers were lost before one answered again
+        self.restarts = 0  # how often all servers were lost
         self.problem: Exception | None = None  # why the last server was lost
         self.over = threading.Event()  # set by `close`
         # held by the thread that gathers or sends weights: the loop, or a recovery

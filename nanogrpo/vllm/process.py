@@ -17,9 +17,9 @@ from pathlib import Path
 def on_end(pid: int, then: Callable[[], object]) -> None:
     """When process `pid` ends for any reason, call `then` on a thread. Linux only.
 
-    The kernel can also kill a process when its parent ends (distributed/parent.py). But for the
-    kernel, the "parent" is the thread that started the process, and this thread may end while the
-    run continues.
+    The kernel can also kill a process when its parent ends (distributed/parent.py). However, the
+    kernel considers the thread that started the process to be its parent. This thread may end while
+    the run continues.
     """
     try:
         process = os.pidfd_open(pid)
