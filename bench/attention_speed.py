@@ -28,7 +28,7 @@ from torch import Tensor
 from bench import common, tables
 from bench.step_large import CASE, forward_flops
 from bench.step_sides import options_of, strips
-from nanogrpo.extras import flash4  # noqa: F401 (adds a backend)
+from nanogrpo.extras import two_calls  # noqa: F401 (adds backends)
 from nanogrpo.model.attention import StripAttention
 from nanogrpo.model.gpu_attention import BACKENDS, Backend, sdpa
 

@@ -28,7 +28,7 @@ from bench.rollout_speed import uneven_lengths
 from nanogrpo import Config
 from nanogrpo.distributed import fsdp
 from nanogrpo.distributed.world import World
-from nanogrpo.extras import flash4  # noqa: F401 (adds a backend of attention)
+from nanogrpo.extras import two_calls  # noqa: F401 (adds backends of attention)
 from nanogrpo.extras.sharding import Sharded, shard
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.grpo import packing, schedule

@@ -462,7 +462,10 @@ BENCHES = {
             "error",
         ),
         attention_speed,
-        [("0.6B, 3 strips, bfloat16, GPU", side) for side in ("torch", "flash4", "triton")],
+        [
+            ("0.6B, 3 strips, bfloat16, GPU", side)
+            for side in ("torch", "two-call", "flash4", "triton")
+        ],
     ),
     "plan": Bench(
         "How well does `bench.predict` predict the duration of a step? The benchmark first measures"

@@ -64,7 +64,7 @@ FOREIGN = re.compile(
 # Sizes in code tokens: names, operators, numbers and strings, but no comments. A number may fall at
 # any time, but rise only together with a sentence in docs/log.md that says what a reader gets for
 # it.
-BUDGETS = {"core": 42_000, "kernels": 19_500, "path": 17_500, "product": 131_600, "tests": 221_750}
+BUDGETS = {"core": 42_000, "kernels": 19_500, "path": 17_500, "product": 131_800, "tests": 222_350}
 # From the loop to the loss, the head, the model and the engine on a CPU.
 PATH = """
     train.py nanogrpo/types.py nanogrpo/step.py
@@ -104,7 +104,7 @@ ONLY_IN = {
     "peft": "tests/",
     "trl": "bench/ tests/",
     "triton": "kernels/ nanogrpo/extras/lora/nf4_kernels.py bench/ tests/ examples/ exercises/",
-    "flash_attn": "nanogrpo/extras/flash4.py bench/ tests/",
+    "flash_attn": "nanogrpo/extras/two_calls.py bench/ tests/",
     "math_verify": "nanogrpo/rewards/symbolic.py",
     "pyarrow": "nanogrpo/data/sources.py tests/",
     "PIL": "nanogrpo/extras/vision/ tests/ examples/ bench/ docs/img/view.py",

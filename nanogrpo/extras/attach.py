@@ -20,6 +20,7 @@ from nanogrpo.config import Config
 from nanogrpo.errors import UserError, read_json
 from nanogrpo.feature import Feature
 from nanogrpo.model import checkpoint
+from nanogrpo.model.gpu_attention import BACKENDS
 from nanogrpo.rewards import builtin
 from nanogrpo.run.setup import NOTHING, Given
 
@@ -142,8 +143,8 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
         import nanogrpo.extras.rope_scaling  # adds kinds of RoPE scaling
     if model.get("use_sliding_window") or model.get("model_type") in ("mistral", "ministral"):
         import nanogrpo.extras.window  # adds layers with a sliding window
-    if os.environ.get("NANOGRPO_ATTENTION") == "flash4":
-        import nanogrpo.extras.flash4  # noqa: F401 (adds an implementation of attention)
+    if os.environ.get("NANOGRPO_ATTENTION", "torch") not in BACKENDS:
+        import nanogrpo.extras.two_calls  # noqa: F401 (adds implementations of attention)
     if "vision_config" in model or frozen:
         from nanogrpo.extras.vision.feature import Vision
 

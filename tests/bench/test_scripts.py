@@ -83,7 +83,7 @@ SCRIPTS = {
     "attention_speed": (
         "--threads 1 --repeats 1 --scale 0.01",
         {"CASE": step_sides.Case(2, 3, 256, 1024)},
-        ["torch", "triton", "flash4"],
+        ["torch", "triton", "two-call", "flash4"],
     ),
     "step_time": (
         "--threads 1 --repeats 1 --scale 0.2 --hidden 64 --layers 2 --cases uneven,",

@@ -11,20 +11,24 @@ import types
 import pytest
 import torch
 from nanogrpo.kernels.reference.attention import Bounds
+from torch.utils.checkpoint import checkpoint
 
+from nanogrpo import Config
 from nanogrpo.errors import UserError
-from nanogrpo.extras.flash4 import calls_of, flash4
+from nanogrpo.extras.sharding import shard
+from nanogrpo.extras.two_calls import calls_of, flash2, flash4
 from nanogrpo.extras.window import FULL, SLIDING, Windows
 from nanogrpo.model import gpu_attention
 from nanogrpo.model.gpu_attention import sdpa, triton, varlen
 from tests.conftest import (
     COMPLETIONS,
     PROMPT,
+    SOLO,
     positions_of,
     random_tokens,
     tiny_model,
 )
-from tests.kernels.masks import draw, exact, part, strip_of
+from tests.kernels.masks import draw, exact, part, products, strip_of
 
 
 @pytest.mark.parametrize(("causal", "window"), [(True, 0), (False, 0), (True, 1), (True, 4)])
@@ -102,9 +106,30 @@ def seen(at):
     return mask.tril() if at.causal else mask
 
 
+def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, _mask, **_options):
+    """Replace torch's FlashAttention. For a query without keys, its log-sum-exp is inf."""
+    out, lse = part(q, k, v, seen(Bounds(cu_q, max_q, cu_k, max_k, causal)))
+    assert not dropout
+    return out, lse.masked_fill(lse.isinf(), torch.inf), *torch.zeros(3, 1)
+
+
+def backward(dy, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, *_state, **_options):
+    """Compute FlashAttention's backward pass, with the probabilities of the given lse."""
+    x, dp = products(q, k) / q.shape[2] ** 0.5, products(dy, v)  # [H, Tq, Tk]
+    p = (x - lse[..., None]).exp() * seen(Bounds(cu_q, max_q, cu_k, max_k, causal))
+    ds = p * (dp - (dy * out).sum(2).T[..., None]) / q.shape[2] ** 0.5
+    groups = q.shape[1] // k.shape[1]
+    dq = torch.einsum("hqk,khe->qhe", ds, k.repeat_interleave(groups, 1))
+    dk, dv = (
+        torch.einsum("hqk,qhe->khe", weights, x).unflatten(1, (-1, groups)).sum(2)
+        for weights, x in ((ds, q), (p, dy))
+    )
+    return dq, dk, dv
+
+
 @pytest.fixture
 def installed(monkeypatch):
-    """Replace flash-attn 4, and return the options of the calls."""
+    """Replace flash-attn 4 and torch's FlashAttention, and return the options of all calls."""
     calls: list[dict] = []
 
     def function(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
@@ -116,10 +141,18 @@ def installed(monkeypatch):
     module.flash_attn_varlen_func = function
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
-    return calls
+
+    def counted(*args, **options):
+        calls.append(options)
+        return forward(*args, **options)
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_flash_attention_forward", counted, "CPU")
+        library.impl("_flash_attention_backward", backward, "CPU")
+        yield calls
 
 
-@pytest.mark.parametrize("fast", [flash4, sdpa])
+@pytest.mark.parametrize("fast", [flash2, flash4, sdpa])
 @pytest.mark.parametrize("groups", GROUPS)
 def test_two_calls_are_one(fast, groups, installed):
     """In float64, gradients included. The longest lengths are those of the calls."""
@@ -136,6 +169,21 @@ def test_two_calls_are_one(fast, groups, installed):
         assert at.cu_q[-1] == at.cu_k[-1] == len(q)  # every row gets an output and gradients
 
 
+@pytest.mark.parametrize(("kind", "count"), [("none", 2), ("full", 4), ("selective", 2)])
+def test_selective_recomputation_keeps_the_results_of_both_calls(kind, count, installed):
+    model = types.SimpleNamespace()
+    shard(model, Config(model="m", gradient_checkpointing=kind), SOLO)
+    strip = strip_of(GROUPS[0])
+    inputs = [x.requires_grad_() for x in draw(strip, 4, 2, 8)[:3]]
+    if kind == "none":
+        out = flash2(*inputs, strip)
+    else:
+        contexts = {"context_fn": model.sharding.contexts}
+        out = checkpoint(flash2, *inputs, strip, use_reentrant=False, **contexts)
+    out.sum().backward()
+    assert len(installed) == count
+
+
 # --- the choice of a backend ---
 
 
@@ -143,13 +191,14 @@ def test_a_backend_is_chosen_on_request(monkeypatch):
     chosen = gpu_attention.backend.__wrapped__  # without the cache
 
     assert chosen("cuda", torch.bfloat16) is varlen
-    monkeypatch.setenv("NANOGRPO_ATTENTION", "flash4")
-    assert chosen("cuda", torch.bfloat16) is flash4
-    assert chosen("cuda", torch.bfloat16, 128, 9).func is varlen  # flash4 has no windows
-    # it computes in half precision only, and for some sizes of heads
-    assert chosen("cpu", torch.float32) is sdpa
-    assert chosen("cuda", torch.float32) is sdpa
-    assert chosen("cuda", torch.bfloat16, 12) is sdpa
+    for name, fast in (("two-call", flash2), ("flash4", flash4)):
+        monkeypatch.setenv("NANOGRPO_ATTENTION", name)
+        assert chosen("cuda", torch.bfloat16) is fast
+        assert chosen("cuda", torch.bfloat16, 128, 9).func is varlen  # the others have no windows
+        # they compute in half precision only, and for some sizes of heads
+        assert chosen("cpu", torch.float32) is sdpa
+        assert chosen("cuda", torch.float32) is sdpa
+        assert chosen("cuda", torch.bfloat16, 12) is sdpa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     assert chosen("cuda", torch.float16) is sdpa  # on a T4
@@ -173,7 +222,9 @@ def test_our_call_fits_flash_attn(installed):
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize(("fast", "window"), [(varlen, 0), (varlen, 40), (flash4, 0), (triton, 0)])
+@pytest.mark.parametrize(
+    ("fast", "window"), [(varlen, 0), (varlen, 40), (flash2, 0), (flash4, 0), (triton, 0)]
+)
 def test_fast_backends_agree_with_the_equation(fast, window, shared, causal):
     """With grouped queries. flash-attn 4 has no backward before Hopper."""
     if fast is flash4:

@@ -14,7 +14,6 @@ import torch
 from nanogrpo import Config
 from nanogrpo.distributed.world import World
 from nanogrpo.errors import UserError
-from nanogrpo.extras import flash4
 from nanogrpo.extras.sharding import be_deterministic, compute_dtype
 from nanogrpo.model import dispatch, gpu_attention
 from nanogrpo.run import setup as parts
@@ -53,7 +52,7 @@ def test_one_line_says_what_computes(caplog):
     assert logged(caplog, GPU, dtype="float16").startswith("computing on cuda in float16: Triton")
     assert logged(caplog, SOLO) == f"{on_cpu}PyTorch functions, {ON_CPU}"
     be_deterministic()  # --full-determinism
-    assert flash4.deterministic()
+    assert torch.get_deterministic_debug_mode() == 2  # the rule of two_calls.py
 
 
 def test_triton_without_a_gpu_is_one_sentence(monkeypatch):
