@@ -17,7 +17,7 @@ from nanogrpo.errors import UserError
 
 HELP = """usage: nanogrpo COMMAND [options]
 
-  demo     see a tiny model learn, in a minute on a CPU
+  demo     see a tiny model learn, in one to five minutes on a CPU
   train    train a model with GRPO
   serve    start a vLLM server that follows the trainer
   chat     talk to a checkpoint in the terminal

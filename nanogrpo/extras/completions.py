@@ -4,8 +4,8 @@
 In: the samples of a step. Out: `output_dir/completions/completions_00001.jsonl` and so on. The
 number in a file's name counts finished steps, as in checkpoint-N. An evaluation writes
 eval_00001.jsonl. Each line is one completion with TRL's columns: step, prompt, completion, one
-column per reward function, reward, advantage, and then the columns of `log_extra`. The last columns
-contain the texts and numbers of the data, such as the reference answer.
+column per reward function, reward, advantage, and then the columns of `log_extra`. Further columns
+are `stopped`, and the texts and numbers of the data, such as the reference answer.
 `pandas.read_json(path, lines=True)` reads a file. If a prompt has pictures, small copies of the
 pictures are written into the folder, and a column contains the names of the copies. Read before:
 logs/console.py. Read next: view/ (the page that shows the files).

@@ -60,7 +60,8 @@ class Entropy(Feature):
 def prepare(
     batches: Sequence[PackedBatch], entropies: Sequence[Tensor], cfg: EntropyOptions, world: World
 ) -> None:
-    """Set `importance` and `entropy_weight` of a step's micro-batches. Every rank must call it.
+    """Set `importance` and `entropy_weight` of a step's micro-batches. Every rank must call this
+    function.
 
     `entropies` has a vector [M] per micro-batch, computed with the weights that sampled the tokens.
     They are needed if only a fraction of the tokens is trained on.
@@ -83,11 +84,10 @@ def prepare(
 def most_uncertain(
     trained: Sequence[Tensor], entropies: Sequence[Tensor], share: float, world: World
 ) -> list[Tensor]:
-    """Return masks [M] bool that keep the fraction `share` of trained tokens with the highest
-    entropy.
+    """Return masks [M] bool that keep only the trained tokens with the highest entropy.
 
-    Wang et al. 2025 (2506.01939). `share` is a fraction of all tokens of the optimizer step, on all
-    ranks. Every rank must call it.
+    Wang et al. 2025 (2506.01939). `share` is the fraction to keep, of all trained tokens of the
+    optimizer step on all ranks. Every rank must call this function.
     """
     values = [h.float().cpu() for h in entropies]
     chosen = [h[mask.cpu()] for h, mask in zip(values, trained)]

@@ -331,10 +331,10 @@ def choose(inputs: Inputs, cfg: Config, available: int) -> Config:
     Sampling takes most of a step, and is faster if the cache holds more completions at a time. The
     cache starts at half of what all slots could need, because few completions reach the maximum
     length. The cache is halved again only if none of SETTINGS fits. Finally, the cache grows until
-    only 2 · MARGIN bytes are free, or until it holds all that the slots could need. The number of
-    slots exceeds MOST_SLOTS / 2 only if the cache holds at least half of what so many slots could
-    need. All ranks must choose the same settings, so the choice is made for rank 0, which stores
-    the most.
+    only 2 · MARGIN bytes are free, or until it holds all that the slots could need. There are more
+    than MOST_SLOTS / 2 slots only if the cache holds at least half of what these slots could need.
+    All ranks must choose the same settings, so the choice is made for rank 0, which stores the
+    most.
     """
     size = inputs.world.size
     most = cfg.max_concurrent or min(-(-cfg.generation_batch_size // size), MOST_SLOTS)

@@ -225,8 +225,8 @@ class EstimatorsOptions(Core):
 
     advantage_estimator: str = option(
         "grpo",
-        "baseline of a reward: the group's mean (grpo), the mean of the others (rloo), or the"
-        " group's mean, by which the difference is then divided (maxrl)",
+        "baseline of a reward: the group's mean (grpo, maxrl), or the mean of the others (rloo);"
+        " maxrl also divides the difference by the group's mean",
         group="Advantages",
         choices=("grpo", "rloo", "maxrl"),
     )
@@ -258,7 +258,7 @@ class ResampleOptions(Core):
 
     min_p: float = option(
         0.0,
-        "sample only tokens with at least this share of the highest probability; 0: from all",
+        "sample only tokens whose probability is at least this share of the highest; 0: all tokens",
         ">= 0",
         "<= 1",
     )

@@ -71,7 +71,9 @@ class Result(list[dict]):
         return Best(folder if folder.exists() else None, values[step], step)
 
     def plot(self, *metrics: str) -> Any:
-        """Return a matplotlib Figure of these metrics, such as "rewards/*", or the usual ones."""
+        """Return a matplotlib Figure of `metrics`, such as "rewards/*". If none is given, it shows
+        the usual metrics.
+        """
         return plot.figure([Path(relpath(self.folder))], metrics)
 
 

@@ -32,8 +32,8 @@ logger = logging.getLogger("nanogrpo")
 
 
 def table(text: str) -> dict[str, str]:
-    """Return the entries of a table. An entry is a line with one or more names, and indented lines
-    with a text about these names, in Markdown.
+    """Return the entries of a table. An entry begins with one or more names. The indented lines
+    after the names are a text about them, in Markdown.
     """
     entries = re.findall(r"((?:^ {4}\S.*\n)+)((?:^ {8}.*\n)+)", text, re.MULTILINE)
     return {" ".join(names.split()): " ".join(words.split()) for names, words in entries}
@@ -419,7 +419,7 @@ class Notes:
 
 def unknown(name: str, known: Collection[str] = ("--help",)) -> str:
     """Return the message about a name that is not an option. `known` contains the names of all
-    options, spelled as on a command line, or as in a file and in Python.
+    options. Their spelling is that of the command line, or that of files and Python.
     """
     plain = name.lstrip("-").replace("-", "_").rpartition(".")[2].removeprefix("no_")
     for table, text in MESSAGES:

@@ -79,7 +79,7 @@ class Truncation(Feature):
             logp = [s.logp[t] for s in samples for t in s.model_token_indices]
             if not all(isinstance(x, Logp) for x in logp):
                 raise UserError(
-                    "--top-k, --top-p and --min-p need log-probs as turns.generate returns them: "
+                    "--top-k, --top-p and --min-p need the log-prob objects of turns.generate: "
                     "keep these objects in the --rollout function, or leave the options out."
                 )
             batch.head = Head([x.kept for x in logp])

@@ -1,11 +1,11 @@
-"""See a tiny model learn, in a minute on two CPU cores.
+"""See a tiny model learn, in one to five minutes on two CPU cores.
 
     nanogrpo demo [FOLDER]
 
-In: nothing. Out: in FOLDER (runs/demo), a base model that has learned arithmetic from examples
-(warmup.py), a run in which GRPO trains it on the task `arithmetic`, and the page of `nanogrpo
-view`. A second demo in the same folder replaces the run, but keeps the base model. Read next:
-train.py.
+In: nothing. Out: three things in FOLDER (runs/demo): a base model that has learned arithmetic from
+examples (warmup.py), a run that trains this model with GRPO on the task `arithmetic`, and the page
+of `nanogrpo view`. A second demo in the same folder replaces the run, but keeps the base model.
+Read next: train.py.
 """
 
 from nanogrpo.extras import api, commandline

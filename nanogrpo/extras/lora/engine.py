@@ -1,7 +1,7 @@
 """The embedded engine for frozen weights in four bits.
 
-In: a model whose matrices are in four bits (lora.py). Out: an engine that shares the trainer's
-frozen weights, which no step changes, and copies only the adapters. The engine does not merge the
+In: a model whose matrices are in four bits (lora.py). Out: an engine that copies only the adapters.
+It shares the trainer's frozen weights, which no step changes. The engine does not merge the
 adapters into the weights. If the trainer's weights are sharded, the shards are gathered once, in
 four bits. Read before: engine/local.py.
 """

@@ -10,9 +10,9 @@ model, which can be used in two ways:
   is kept.
 
 B starts at zero, so the initial policy equals the base model. The adapters are trained in float32.
-The frozen weights are stored in the dtype of the computation, such as bfloat16 on a GPU, which
-halves their memory without changing the results. With --load-in-4bit, the matrices of the blocks
-are stored in four bits (nf4.py).
+The frozen weights are stored in the dtype of the computation, such as bfloat16 on a GPU. This
+halves their memory, and does not change the results. With --load-in-4bit, the matrices of the
+blocks are stored in four bits (nf4.py).
 
 Read next: adapters.py (PEFT's files), feature.py (how a run uses this).
 """
