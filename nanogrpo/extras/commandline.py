@@ -1,8 +1,8 @@
 """Read a command line with the options of all extras. TRL's names and spelling are accepted, too.
 
-In: argv. Out: the full `Config` of options.py. attach.py uses this file for command lines that the
-core alone does not accept. Read before: cli.py. Read next: trl_names.py (the options that replace
-TRL's options).
+In: argv. Out: the full `Config` of options.py. The file attach.py uses it for command lines that
+the core alone does not accept. Read before: cli.py. Read next: trl_names.py (the options that
+replace TRL's options).
 """
 
 import argparse

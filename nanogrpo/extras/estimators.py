@@ -52,7 +52,7 @@ def maxrl(rewards: Tensor) -> Tensor:
 def decoupled(rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Normalize each reward within its group, take the weighted sum, and normalize over the batch.
 
-    GDPO (2601.05242). rewards [P, G, F], weights [F] → advantages [P, G], and the standard
+    GDPO (2601.05242): rewards [P, G, F], weights [F] → advantages [P, G], and the standard
     deviation [1, 1] of the sums.
     """
     scaled, _ = group_relative(rewards)

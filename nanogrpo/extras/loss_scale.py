@@ -7,9 +7,9 @@ float16 is 65,504. If a gradient is larger than 65,504, the update is skipped an
 halved. After GROWTH updates in a row that are not skipped, the scale is doubled. These are the
 rules of torch's GradScaler (Micikevicius et al. 2017, 1710.03740), with two differences:
 
-* The scale does not depend on the number of ranks. fsdp.backward multiplies the loss by this
-  number, so the scale is divided by it. Also, a sum of finite gradients counts as too large if it
-  exceeds 65,504, even if it is computed in float32 and therefore finite.
+* The scale does not depend on the number of ranks. The function fsdp.backward multiplies the loss
+  by this number, so the scale is divided by it. Also, a sum of finite gradients counts as too large
+  if it exceeds 65,504, even if it is computed in float32 and therefore finite.
 * If a smaller scale would not help, the run ends with an error, like a run without a scale. This is
   the case if the loss itself is not finite, or if the scale is 1.
 

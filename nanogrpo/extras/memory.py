@@ -13,7 +13,7 @@ has W GPUs and micro-batches of T tokens, and computes in a dtype of b = 2 bytes
 * gradients, 4·n/W or 4·n: 4·n if the gradients of several micro-batches are added up and then
   reduced once.
 * gathered, b·(n_r + 2·n_b) or b·n: FSDP gathers the root and two blocks, or all weights
-  (--reshard-after-forward never). torch 2.11 gathers each byte of a 4-bit block as two bytes.
+  (--reshard-after-forward never). In torch 2.11, a byte of a 4-bit block is gathered as two bytes.
 * dequantized, b·D·F: the largest matrix in the compute dtype, with --load-in-4bit.
 * activations, T · per_token: for each layer (`activation_bytes`).
 * pictures, patches · per_patch: activations of a vision encoder (vision/model.py), as if all
@@ -38,9 +38,9 @@ With adapters, only trained parameters count towards the optimizer, the gradient
 of the checkpoint row. With adapters, the head has no gradient, and the reference needs no second
 model.
 
-Completion lengths are unknown in advance, so we assume the maximum. docs/memory.md shows the
-settings that are chosen for some models and GPUs. Read next: grpo/packing.py (which limits the size
-of a micro-batch).
+Completion lengths are unknown in advance, so we assume the maximum. The page docs/memory.md shows
+the settings that are chosen for some models and GPUs. Read next: grpo/packing.py (which limits the
+size of a micro-batch).
 """
 
 import contextlib
@@ -406,8 +406,8 @@ def for_sampling(cfg: Config, model: Decoder, world: World, completions: int) ->
 
 @contextlib.contextmanager
 def explained(cfg: Any, lower: str = "") -> Iterator[None]:
-    """Turn a GPU's OutOfMemoryError into a UserError that says what to lower. cuBLAS, and CUDA
-    outside of torch's allocator, raise other errors when memory is short.
+    """Turn a GPU's OutOfMemoryError into a UserError that says what to lower. The same is done for
+    the errors that cuBLAS, and CUDA outside of torch's allocator, raise when memory is short.
     """
     try:
         yield

@@ -146,8 +146,7 @@ def vespo(t: Tokens, cfg: ObjectivesOptions) -> Terms:
     """l = -sg(φ(W))·A·logp, φ(W) = W^k·e^(λ-λW), which is 1 at W = 1.
 
     W = Π_t w_t·ρ_t over the sequence; (k, λ) depend on the sign of A. Shen et al. 2026
-    (2602.10693). ρ, the correction for the engine's log-probs, is part of W and does not multiply
-    l.
+    (2602.10693). The correction ρ for the engine's log-probs is part of W, and does not multiply l.
     """
     floor = math.log(1e-8)
     log_w = t.sequences.sum(t.log_ratio.detach().clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX))

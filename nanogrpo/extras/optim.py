@@ -60,8 +60,9 @@ class Optim(Feature):
 
 
 def eight_bit(groups: list[dict[str, Any]], constants: dict) -> torch.optim.Optimizer:
-    """Return torchao's AdamW. A moment takes one byte per number and one scale per block of 256, if
-    its size on this rank is at least 4,096 and a multiple of 256. Other moments stay in float32.
+    """Return torchao's AdamW. If a moment's size on this rank is at least 4,096 and a multiple of
+    256, the moment takes one byte per number and one scale per block of 256. Other moments stay in
+    float32.
     """
     try:
         from torchao.optim import AdamW8bit

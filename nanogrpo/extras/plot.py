@@ -23,7 +23,9 @@ METRICS = """
 
 
 def figure(runs: Sequence[Path], wanted: Sequence[str]) -> Any:
-    """Return the plot as a matplotlib Figure. wanted: names or patterns; none: METRICS."""
+    """Return a matplotlib Figure. `wanted` has names or patterns of metrics. If it is empty,
+    METRICS is used.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as e:

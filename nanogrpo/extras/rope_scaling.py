@@ -58,7 +58,7 @@ class Scaling:
     high_freq_factor: float = 0
 
     def frequencies(self, powers: Tensor, theta: float) -> tuple[Tensor, float]:
-        """Return f_i and the factor for cosines and sines. powers: unscaled 1 / f_i, [E/2]"""
+        """Return f_i and the factor for cosines and sines. `powers`: the unscaled 1 / f_i [E/2]."""
         plain = 1.0 / powers
         if self.rope_type == "linear":
             return plain / self.factor, 1.0

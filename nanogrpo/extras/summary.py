@@ -1,12 +1,12 @@
 """List runs with their results and the checkpoint to use.
 
-    nanogrpo runs [FOLDER]
+    nanogrpo runs [FOLDER …]
 
-In: the metrics.jsonl of all runs in FOLDER (runs). Out: a line for each run, with the best
-checkpoint if the run keeps it, and otherwise the last. A summary has the first, last and best value
-of the metric that chooses the best checkpoint (--metric-for-best-model, by default the reward), and
-the steps, time and tokens of the run. The values come from the evaluations or, if there are none,
-from the training steps. A run also prints its summary at its end. Read next: best.py.
+In: the metrics.jsonl of all runs in each FOLDER (runs). Out: a line for each run, with the best
+checkpoint if the run keeps it, and otherwise the last. A summary has the steps, time and tokens of
+a run. It also has the first, last and best value of the metric that chooses the best checkpoint
+(--metric-for-best-model, by default the reward). The values come from the evaluations or, if there
+are none, from the training steps. A run also prints its summary at its end. Read next: best.py.
 """
 
 import contextlib

@@ -3,7 +3,7 @@
 The engine samples from π_S(y) = exp(z_y) / Σ_{j∈S} exp(z_j), where S is the set of tokens that the
 filters keep. The trainer computes this log-prob, too. For this, the engine returns the log-prob and
 S of each token together, as a `Logp`. Later updates and the reference model use the same S.
-docs/precision.md explains why.
+The page docs/precision.md explains why.
 
 In: logits of the embedded engine, or vLLM's sampling masks. Out: a `Head` for each micro-batch,
 which sets the logits of all tokens outside of S to -inf. Read before: engine/sampler.py. Read next:

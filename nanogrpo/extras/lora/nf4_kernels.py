@@ -11,13 +11,13 @@ Equation.   For each block of 64 weights: a = max |w|;  c = argmin_c |w/a - NF4[
 Code.       c is the number of midpoints between neighbors in NF4 that are below w/a.
 Exactness.  The weights equal those of bitsandbytes on a CPU, bit for bit. So ŵ is rounded once,
             from float32. DYNAMIC[d] a' + ā is rounded twice, without a fused multiply-add.
-Product.    y = x Ŵᵀ. Each ŵ is rounded to the dtype of x, as when W is dequantized separately. x is
-            padded to 16, 32, 64 or 128 rows, so each weight is loaded and dequantized once. With
-            one program per 64 rows of W, most of the GPU would be idle. So several programs divide
-            the columns, and `sum` adds up their products. A program loads the next blocks while it
-            dequantizes the current ones. A program with 128 rows needs so many registers that only
-            one other program can run next to it. One of the two can compute while the other waits
-            for memory.
+Product.    y = x Ŵᵀ. Each ŵ is rounded to the dtype of x, as when W is dequantized separately. The
+            rows of x are padded to 16, 32, 64 or 128, so each weight is loaded and dequantized
+            once. With one program per 64 rows of W, most of the GPU would be idle. So several
+            programs divide the columns, and `sum` adds up their products. A program loads the next
+            blocks while it dequantizes the current ones. A program with 128 rows needs so many
+            registers that only one other program can run next to it. One of the two can compute
+            while the other waits for memory.
 Bytes.      A weight takes 1/2 + 1/64 + 4/2¹⁴ = 0.516 bytes. Dequantizing to bfloat16 moves 2.516
             bytes per weight, and this product moves 0.516 bytes. A product with a bfloat16 weight
             moves 2 bytes.

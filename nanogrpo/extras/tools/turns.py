@@ -9,7 +9,7 @@ model reads in between, such as a tool's answers.
 In: the samples of a step, without tokens. Out: the same samples with token_ids, is_model_token
 (false for tool output), logp (0 for tool output) and versions. A rollout function may also set
 these fields itself, from its own engine. A completion, including tool answers, has at most
-max_completion_length tokens. examples/calculator.py is a complete example.
+max_completion_length tokens. A complete example is examples/calculator.py.
 
 The ranks of a run sample together, because rank 0 sends the requests of all ranks to the vLLM
 servers. But the conversations of different ranks have different numbers of turns. So the ranks
@@ -36,7 +36,10 @@ Rollout = Callable[[list[Sample], "Turns"], None]
 
 @dataclass
 class Turns:
-    """The model, as a rollout function uses it. n: samples per prompt. gather: World.gather."""
+    """The model, as a rollout function uses it.
+
+    `n` is the number of samples per prompt, and `gather` is World.gather.
+    """
 
     engine: Engine
     tokenizer: Tokenizer

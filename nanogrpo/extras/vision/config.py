@@ -14,7 +14,7 @@ from nanogrpo.errors import check
 from nanogrpo.model.hf_config import ModelConfig
 
 # Fields that would change the computation, each with its only supported value. A field may also be
-# null. rope_parameters describes the encoder's rotary embedding.
+# null. The field rope_parameters describes the encoder's rotary embedding.
 FIXED = {
     "in_channels": 3,
     "hidden_act": "gelu_pytorch_tanh",
