@@ -13,6 +13,7 @@ network. Read next: model/test_decoder.py.
 
 # ruff: noqa: E402 (imports after the environment is set)
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -20,7 +21,7 @@ import random
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 # a test that needs a download would pass on this machine and fail on others
@@ -44,6 +45,7 @@ import train
 from nanogrpo import Config
 from nanogrpo import step as experience
 from nanogrpo.distributed.world import World
+from nanogrpo.errors import UserError, read_json
 from nanogrpo.extras.arithmetic import warmup
 from nanogrpo.extras.vision.model import VisionDecoder
 from nanogrpo.grpo import packing, schedule
@@ -265,6 +267,14 @@ def one_sentence(capsys: pytest.CaptureFixture) -> str:
     return last.removeprefix("error: ")
 
 
+@contextlib.contextmanager
+def refused(message: str) -> Iterator[None]:
+    """Expect a UserError of one line that matches this pattern."""
+    with pytest.raises(UserError, match=message) as caught:
+        yield
+    assert "\n" not in str(caught.value)
+
+
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     """Assert that the names and the bits of these tensors are equal."""
     assert set(a) == set(b)
@@ -378,6 +388,18 @@ def write_rows(path: Path, rows: Iterable[object]) -> Path:
     """Write a file of JSON lines, and return its path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def said(content: object, role: str = "user") -> list[dict]:
+    """Return a conversation of one message."""
+    return [{"role": role, "content": content}]
+
+
+def edit_json(path: Path, **fields) -> dict:
+    """Change fields of the object in a JSON file, and return the object."""
+    changed = {**read_json(path), **fields}
+    path.write_text(json.dumps(changed))
+    return changed
 
 
 def read_rows(path: Path) -> list[dict]:

@@ -4,7 +4,6 @@ that its prompt asks for.
 Read next: examples/gsm8k/README.md.
 """
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -17,13 +16,13 @@ from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.rewards.builtin import accuracy_reward
 from nanogrpo.rewards.plugin import load
-from tests.conftest import lines, steps, tiny_config, tiny_model
+from tests.conftest import lines, read_rows, said, steps, tiny_config, tiny_model
 from tests.data.hub_cache import fill_cache, write_repository
 from tests.model.tokenizer_folder import make_folder
 
 ROOT = Path(train.__file__).parent
 RECIPE = ROOT / "examples" / "gsm8k"
-ROWS = [json.loads(line) for line in (Path(__file__).parent / "assets" / "gsm8k_tiny.jsonl").open()]
+ROWS = read_rows(Path(__file__).parent / "assets" / "gsm8k_tiny.jsonl")
 
 
 def command(page: Path) -> list[str]:
@@ -75,7 +74,7 @@ def test_the_rewards_look_for_the_format_that_the_prompt_asks_for():
     for row in ROWS:
         steps_, _, result = row["answer"].rpartition("####")
         right = f"<think>\\boxed{{0}}</think>{steps_}\n\\boxed{{{result.strip()}}}\n"
-        for completion in (right, [{"role": "assistant", "content": right}]):
+        for completion in (right, said(right, "assistant")):
             assert boxed_last_line(completions=[completion]) == [1.0]
             assert accuracy_reward(completions=[completion], solution=[result.strip()]) == [1.0]
     wrong = [

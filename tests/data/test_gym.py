@@ -10,9 +10,9 @@ import pytest
 from nanogrpo import Config
 from nanogrpo.data import sources
 from nanogrpo.data.prompts import load
-from nanogrpo.errors import UserError
 from nanogrpo.extras.gym import data as gym
 from nanogrpo.model.tokenizer import Tokenizer
+from tests.conftest import refused, said
 from tests.model.tokenizer_folder import make_folder
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
@@ -32,9 +32,7 @@ def test_prompts_are_the_problems_that_the_package_makes(tmp_path, task):
     theirs = reasoning_gym.create_dataset(task, **arguments)
     features = [gym.Gym(Config())]
     ours = load(Config(), chat, [source], features)
-    assert [p.text for p in ours] == [
-        [{"role": "user", "content": theirs[i]["question"]}] for i in range(6)
-    ]
+    assert [p.text for p in ours] == [said(theirs[i]["question"]) for i in range(6)]
     assert [p.columns["answer"] for p in ours] == [theirs[i]["answer"] for i in range(6)]
     assert [p.columns["reasoning_gym"]["problem"] for p in ours] == [theirs[i] for i in range(6)]
 
@@ -67,15 +65,12 @@ def test_the_seed_is_0_unless_it_is_given():
     ],
 )
 def test_a_mistake_in_the_name_is_reported_in_one_sentence(source, message):
-    with pytest.raises(UserError, match=message) as caught:
+    with refused(message):
         sources.read(f"reasoning_gym:{source}", features=[gym.Gym(Config())])
-    assert str(caught.value).count("\n") == 0
 
 
 def test_without_the_package_the_message_says_what_to_install(monkeypatch):
     gym.dataset.cache_clear()
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(
-        UserError, match=r"needs the package .*: pip install 'nanogrpo\[reasoning\]'\."
-    ):
+    with refused(r"needs the package .*: pip install 'nanogrpo\[reasoning\]'\."):
         sources.read("reasoning_gym:countdown", features=[gym.Gym(Config())])

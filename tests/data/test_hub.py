@@ -10,8 +10,8 @@ import pytest
 
 from nanogrpo import Config
 from nanogrpo.data import sources
-from nanogrpo.errors import UserError
 from nanogrpo.extras.data.sources import Sources, uses_hub
+from tests.conftest import refused
 from tests.data.hub_cache import fill_cache, write_repository
 
 datasets = pytest.importorskip("datasets")
@@ -40,9 +40,9 @@ def test_a_data_set_is_read_by_its_hub_id_from_the_cache(repository, tmp_path, m
     fill_cache(monkeypatch, repository, "main", tmp_path / "hub", "openai/gsm8k")
     assert records("openai/gsm8k", "main") == ROWS
     assert records("openai/gsm8k", split="eval") == ROWS[:1]  # the cache has one configuration
-    with pytest.raises(UserError, match=r"cannot load it \(ValueError: .* for config 'nope'"):
+    with refused(r"cannot load it \(ValueError: .* for config 'nope'"):
         records("openai/gsm8k", "nope")
-    with pytest.raises(UserError, match=r"has no split 'dev', only 'train', 'test': name one with"):
+    with refused(r"has no split 'dev', only 'train', 'test': name one with"):
         records("openai/gsm8k", "main", "eval", "dev")
 
 
@@ -74,15 +74,13 @@ def test_mistakes_are_reported_in_one_sentence_and_at_once(repository, tmp_path)
         (repository, "nope", r"datasets cannot load it \(ValueError: .*Available: \['main', 'ot"),
         (tmp_path / "empty", "", r"datasets cannot load it \(.*doesn't contain any data files"),
         (tmp_path / "broken", "", "is not a file here, and datasets cannot load it"),
-        ("no/such", "", r"no/such is not a file here, and datasets cannot load it \(Conn"),
+        ("no/such", "", r"is not a file here, and datasets cannot load it \(Conn"),
     ]:
-        with pytest.raises(UserError, match=message) as caught:
+        with refused(f"^--data {source} .*{message}"):
             records(source, config)
-        assert str(caught.value).startswith(f"--data {source} ")
-        assert "\n" not in str(caught.value)
 
 
 def test_without_the_package_the_message_says_what_to_install(repository, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"only be read .*: pip install 'nanogrpo\[data\]', or"):
+    with refused(r"only be read .*: pip install 'nanogrpo\[data\]', or"):
         records("openai/gsm8k", "main")

@@ -13,9 +13,9 @@ import pytest
 from nanogrpo import Config
 from nanogrpo.data import prompts
 from nanogrpo.data.prompts import system_prompt
-from nanogrpo.errors import UserError
 from nanogrpo.extras.data.sources import Sources
 from nanogrpo.model.tokenizer import Tokenizer
+from tests.conftest import refused, said, write_rows
 from tests.model.tokenizer_folder import make_folder
 
 GSM8K = Path(__file__).parent / "assets" / "gsm8k_tiny.jsonl"
@@ -58,7 +58,7 @@ def write(path, *lines):
 
 
 def test_plain_and_conversational_records_keep_every_other_column(tmp_path, chat):
-    messages = [{"role": "user", "content": "3+4="}]
+    messages = said("3+4=")
     rows = [
         # a line separator inside a text does not end the line
         {"prompt": "3+4=", "solution": "a\u2028b\u0085c", "level": None},
@@ -89,41 +89,35 @@ def test_gsm8k_records_become_messages_or_text_and_a_solution(chat, plain):
     conversational, text = load(str(GSM8K), chat), load(str(GSM8K), plain)
     assert len(conversational) == len(text) == 12
     for a, b in zip(conversational, text):
-        assert a.text == [{"role": "user", "content": b.text}]
+        assert a.text == said(b.text)
         assert a.columns == b.columns
         assert set(a.columns) == {"answer", "solution"}
         assert a.columns["answer"].endswith("#### " + a.columns["solution"])
 
 
-def test_a_solution_column_is_not_overwritten_and_a_prompt_comes_before_a_question(plain):
-    rows = [
-        {"question": "q", "answer": "#### 1", "solution": "one"},
-        {"prompt": "p", "question": "q", "answer": "#### 1"},
-    ]
-    first, second = (one(row, plain) for row in rows)
-    assert first.columns == {"answer": "#### 1", "solution": "one"}
-    assert (second.text, second.columns) == ("p", {"question": "q", "answer": "#### 1"})
-
-
-def test_problems_and_questions_are_read_without_options(chat, plain):
-    rows = [
-        {"problem": "1+1?", "solution": "It is \\boxed{2}.", "level": 1},
-        {"question": "1+1?", "answer": "two"},
-    ]
-    for row, column in zip(rows, ("problem", "question")):
-        message, text = one(row, chat), one(row, plain)
-        assert message.text == [{"role": "user", "content": "1+1?"}]
-        assert text.text == "1+1?"
-        rest = {name: value for name, value in row.items() if name != column}
-        assert message.columns == text.columns == rest
+@pytest.mark.parametrize(
+    ("column", "more"),
+    [
+        ("problem", {"solution": "It is \\boxed{2}.", "level": 1}),
+        ("question", {"answer": "two"}),
+        ("question", {"answer": "#### 1", "solution": "one"}),  # which is not overwritten
+        ("prompt", {"question": "q", "answer": "#### 1"}),  # it comes before a question
+    ],
+)
+def test_the_columns_of_prompts_are_known_and_the_others_stay(chat, plain, column, more):
+    message, text = (one({column: "1+1?", **more}, tokenizer) for tokenizer in (chat, plain))
+    assert text.text == "1+1?"
+    if column != "prompt":
+        assert message.text == said("1+1?")
+    assert message.columns == text.columns == more
 
 
 def test_the_columns_of_prompt_and_answer_can_be_named(chat):
     row = {"prompt": "no", "query": "1+1?", "gold": "So\n#### 2 ", "solution": "long"}
     prompt = one(row, chat, prompt_column="query", answer_column="gold")
-    assert prompt.text == [{"role": "user", "content": "1+1?"}]
+    assert prompt.text == said("1+1?")
     assert prompt.columns == {"prompt": "no", "gold": "So\n#### 2 ", "solution": "2"}
-    messages = [{"role": "user", "content": "1+1?"}]
+    messages = said("1+1?")
     assert one({"chat": messages}, chat, prompt_column="chat").text == messages
     assert one({"prompt": "1+1="}, chat, prompt_column="prompt").text == "1+1="
     number = one({"prompt": "1+1=", "n": 2}, chat, answer_column="n")
@@ -131,12 +125,9 @@ def test_the_columns_of_prompt_and_answer_can_be_named(chat):
     # a column with a name that only reward functions must not see can hold the prompt
     assert one({"prompts": "1+1="}, chat, prompt_column="prompts").columns == {}
     for option in ("prompt_column", "answer_column"):
-        with pytest.raises(UserError) as caught:
+        message = "^record: it has no column 'c' but 'prompt', 'b'; name one of these with --"
+        with refused(f"{message}{option.replace('_', '-')}.$"):
             one({"prompt": "a", "b": 1}, chat, **{option: "c"})
-        dashed = option.replace("_", "-")
-        assert str(caught.value) == (
-            f"record: it has no column 'c' but 'prompt', 'b'; name one of these with --{dashed}."
-        )
 
 
 def test_a_system_prompt_comes_before_each_prompt(chat, plain):
@@ -150,9 +141,7 @@ def test_a_system_prompt_comes_before_each_prompt(chat, plain):
             assert one(row, plain, system="Be brief.").text == "Be brief.\n\n1+1?"
     for role in ("system", "developer"):
         row = {"prompt": [{"role": role, "content": "Be long."}, user]}
-        with pytest.raises(
-            UserError, match=r"have a system message already; leave --system-prompt"
-        ):
+        with refused(r"have a system message already; leave --system-prompt"):
             one(row, chat, system="Be brief.")
 
 
@@ -168,7 +157,7 @@ def test_the_system_prompt_is_a_text_or_a_file(tmp_path):
         (str(tmp_path / "none.txt"), r"none\.txt is not a file: correct the path"),
         (str(latin), r"latin cannot be read \(.*: give UTF-8"),
     ]:
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             system_prompt(option)
 
 
@@ -177,7 +166,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 def test_a_column_can_be_a_variable_of_the_chat_template(chat):
     """TRL's column `tools`, for example."""
-    user = [{"role": "user", "content": "1+1?"}]
+    user = said("1+1?")
     want = chat.encode(chat.render(user, tools=[TOOL]))
     assert '"name": "add"' in chat.decode(want)
     filled = {**TOOL, "strict": None}  # as Arrow returns it if another schema has the field
@@ -195,7 +184,7 @@ def test_a_column_can_be_a_variable_of_the_chat_template(chat):
 def test_variables_of_the_chat_template_are_passed_on(tmp_path):
     template = "{{ messages[0].content }} {{ style | default('plain') }}"
     tokenizer = Tokenizer(make_folder(tmp_path, template))
-    row = {"prompt": [{"role": "user", "content": "hi"}]}
+    row = {"prompt": said("hi")}
     styled = one(row, tokenizer, chat_template_kwargs={"style": "terse"})
     assert tokenizer.decode(styled.token_ids) == "hi terse"
     assert tokenizer.decode(one(row, tokenizer).token_ids) == "hi plain"
@@ -222,7 +211,7 @@ def test_records_are_accepted_in_place_of_a_name(plain):
         (["arithmetic"], "data, row 1: a record must be an object"),
         (datasets.DatasetDict(a=saved), "data has no split 'train', only 'a'"),
     ]:
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             load([source], plain)
 
 
@@ -252,10 +241,8 @@ GOOD = '{"prompt": "a"}'
 )
 def test_a_bad_line_is_named_by_its_number(tmp_path, chat, line, message):
     path = write(tmp_path / "d.jsonl", GOOD, "", line, GOOD)
-    with pytest.raises(UserError, match=message) as caught:
+    with refused(f"^{path}:3: .*{message}"):
         load(path, chat)
-    assert str(caught.value).startswith(f"{path}:3: ")
-    assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_not_a_data_set_is_reported(tmp_path, chat, plain):
@@ -263,9 +250,9 @@ def test_a_file_that_is_not_a_data_set_is_reported(tmp_path, chat, plain):
         (write(tmp_path / "d.tsv", "a,b"), r"d\.tsv is not a \.jsonl file"),
         (write(tmp_path / "blank.jsonl", "", "  "), r"blank\.jsonl holds no prompts"),
     ]:
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             load(path, chat)
-    with pytest.raises(UserError, match=r"d\.jsonl:1: .* no chat template"):
+    with refused(r"d\.jsonl:1: .* no chat template"):
         load(write(tmp_path / "d.jsonl", '{"prompt": [{"role": "user", "content": "a"}]}'), plain)
 
 
@@ -273,7 +260,7 @@ def test_long_prompts_are_reported_or_on_request_dropped_and_counted(tmp_path, p
     path = write(tmp_path / "d.jsonl", GOOD, '{"prompt": "@@@@@@"}', '{"prompt": "b"}')
     assert len(load(path, plain, max_prompt_length=6)) == 3
     message = rf"^{path}:2: the prompt has 6 tokens but the limit is 5; raise --max-prompt-length, "
-    with pytest.raises(UserError, match=f"{message}remove the record, or use --long-prompts drop"):
+    with refused(f"{message}remove the record, or use --long-prompts drop"):
         load(path, plain, max_prompt_length=5)
     drop = {"max_prompt_length": 5, "long_prompts": "drop"}
     with caplog.at_level("INFO"):
@@ -287,8 +274,8 @@ def test_long_prompts_are_reported_or_on_request_dropped_and_counted(tmp_path, p
 
 
 def test_ids_are_unique_and_stable_over_sources(tmp_path, plain):
-    a = write(tmp_path / "a.jsonl", *(json.dumps({"prompt": f"a{i}"}) for i in range(3)))
-    b = write(tmp_path / "b.jsonl", "", *(json.dumps({"prompt": t}) for t in ("b0" * 10, "b1")))
+    a = str(write_rows(tmp_path / "a.jsonl", ({"prompt": f"a{i}"} for i in range(3))))
+    b = str(write_rows(tmp_path / "b.jsonl", ({"prompt": t} for t in ("b0" * 10, "b1"))))
     alone, both = load(a, plain), load([a, b], plain)
     assert [p.id for p in both] == list(range(5))
     assert [vars(p) for p in both[:3]] == [vars(p) for p in alone]
@@ -305,7 +292,7 @@ def test_csv_gives_the_same_prompts_as_jsonl(tmp_path, chat):
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    lines = write(tmp_path / "d.jsonl", *(json.dumps(row) for row in rows))
+    lines = str(write_rows(tmp_path / "d.jsonl", rows))
     assert fields(load(str(tmp_path / "d.csv"), chat)) == fields(load(lines, chat))
     for text, message in [
         (
@@ -319,7 +306,7 @@ def test_csv_gives_the_same_prompts_as_jsonl(tmp_path, chat):
         ("", r"d\.csv holds no prompts"),
         ("a,b\n1,2\n", r"d\.csv, row 1: it has no column 'prompt' but 'a', 'b'"),
     ]:
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             load(write(tmp_path / "d.csv", text), chat)
 
 
@@ -327,13 +314,13 @@ def test_parquet_and_saved_data_sets_give_the_same_prompts_as_jsonl(tmp_path, ch
     datasets = pytest.importorskip("datasets")
     rows = [
         {
-            "prompt": [{"role": "user", "content": f"{i}+1="}],
+            "prompt": said(f"{i}+1="),
             "solution": str(i + 1),
             "n": {"x": i, "y": None},
         }
         for i in range(5)
     ]
-    lines = load(write(tmp_path / "d.jsonl", *(json.dumps(row) for row in rows)), chat)
+    lines = load(str(write_rows(tmp_path / "d.jsonl", rows)), chat)
     whole = datasets.Dataset.from_list(rows)
     whole.to_parquet(tmp_path / "d.parquet")
     whole.select([4, 1]).save_to_disk(tmp_path / "some", num_shards=2)
@@ -356,12 +343,12 @@ def test_parquet_and_saved_data_sets_give_the_same_prompts_as_jsonl(tmp_path, ch
     ]:
         found = load(str(tmp_path / name), chat, split, dataset_test_split=test)
         assert len(found) == count
-    with pytest.raises(UserError, match=r"both has no split 'dev', only 'train', 'test': name one"):
+    with refused(r"both has no split 'dev', only 'train', 'test': name one"):
         load(str(tmp_path / "both"), chat, "eval", dataset_test_split="dev")
-    with pytest.raises(UserError, match=r"some, row 1: the prompt has \d+ tokens"):
+    with refused(r"some, row 1: the prompt has \d+ tokens"):
         load(some, chat, max_prompt_length=3)
     (tmp_path / "not.parquet").write_bytes(b"hello")
     (tmp_path / "some" / "state.json").write_text("{")
     for name, message in [("not.parquet", "cannot be read as Parquet"), ("some", "cannot load")]:
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             load(str(tmp_path / name), chat)

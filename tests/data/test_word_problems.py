@@ -3,14 +3,15 @@ overlap. Read next: examples/word_problems.py.
 """
 
 import itertools
-import json
 import re
 import string
+from operator import add, mul, sub
 
 import pytest
 
 from examples import word_problems
 from examples.word_problems import INSTRUCTION, KINDS, last_number, problems
+from tests.conftest import read_rows, said
 
 SPLITS = {"train": problems("train", 600), "held_out": problems("held_out", 180)}
 STORIES = {kind: stories for kind, (_, _, stories) in KINDS.items()}
@@ -65,14 +66,14 @@ def test_no_pair_of_numbers_of_a_held_out_problem_occurs_in_training():
 
 # Each kind computed again, from the numbers in the order of the text.
 AGAIN = {
-    "add": lambda a, b: a + b,
-    "take away": lambda a, b: a - b,
-    "more than": lambda a, b: a + b,
-    "difference": lambda a, b: a - b,
-    "groups": lambda a, b: a * b,
-    "price": lambda a, b: a * b,
-    "rate": lambda a, b: a * b,
-    "times as many": lambda a, b: a * b,
+    "add": add,
+    "take away": sub,
+    "more than": add,
+    "difference": sub,
+    "groups": mul,
+    "price": mul,
+    "rate": mul,
+    "times as many": mul,
     "gain and lose": lambda a, b, c: a + b - c,
     "multiply and add": lambda a, b, c: a * b + c,
 }
@@ -89,8 +90,7 @@ def test_the_answer_is_right_and_is_not_in_the_text():
 def test_the_same_problems_are_written_every_time(tmp_path, capsys):
     assert word_problems.main([str(tmp_path)]) == 0
     for split, count in word_problems.SIZE.items():
-        lines = (tmp_path / f"{split}.jsonl").read_text().splitlines()
-        assert [json.loads(line) for line in lines] == problems(split, count)
+        assert read_rows(tmp_path / f"{split}.jsonl") == problems(split, count)
         assert f"{split}.jsonl: {count} problems" in capsys.readouterr().out or split != "train"
 
 
@@ -121,12 +121,4 @@ def test_the_same_problems_are_written_every_time(tmp_path, capsys):
 )
 def test_only_the_last_number_counts(text, answer, reward):
     assert last_number([text], [answer]) == [reward]
-    assert last_number([[{"role": "assistant", "content": text}]], [answer], kind=["add"]) == [
-        reward
-    ]
-
-
-def test_copying_any_number_of_the_problem_earns_nothing():
-    for record in SPLITS["train"]:
-        for number in numbers_in(text_of(record)):
-            assert last_number([str(number)], [record["answer"]]) == [0]
+    assert last_number([said(text, "assistant")], [answer], kind=["add"]) == [reward]
