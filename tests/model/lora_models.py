@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-import train
 from nanogrpo import Config
 from nanogrpo.extras.lora import adapters, lora
 from nanogrpo.extras.lora.feature import LoRA
@@ -15,7 +14,7 @@ from nanogrpo.grpo import loss as grpo
 from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.types import PackedBatch
-from tests.conftest import SOLO, positions_of, random_tokens, tiny_model, write_base
+from tests.conftest import SOLO, positions_of, random_batch, random_tokens, tiny_model
 from tests.distributed.training import load_sharded
 
 
@@ -37,23 +36,19 @@ def adapted(cfg: Config, model: Decoder | None = None, fresh: bool = False) -> D
     return model if fresh else nudge(model)
 
 
-def write_bases(folder: Path) -> dict[str, Path]:
-    """Write a checkpoint folder of each shape."""
-    shapes = {
-        "untied": {},
-        "tied": {"tie_word_embeddings": True, "num_hidden_layers": 3},
-        "qwen2": {"model_type": "qwen2", "num_hidden_layers": 3},
-        "llama": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
-    }
-    return {name: write_base(folder / name, **shape) for name, shape in shapes.items()}
-
-
 def loaded(base: Path, cfg: Config) -> Decoder:
     """Load a checkpoint as a run does."""
     feature = LoRA(cfg)
     model = feature.decoder(base) or checkpoint.empty_model(base)
     lora.attach(model, cfg)
     return load_sharded(base, SOLO, cfg, model, [feature])
+
+
+def batch_in_float64(**options) -> PackedBatch:
+    batch = random_batch([(3, 9), (5, 4), (2, 14)], **options)
+    for name in ("advantage", "weight", "old_logp"):
+        setattr(batch, name, getattr(batch, name).double())
+    return batch
 
 
 def gradient(model: Decoder, batch: PackedBatch, cfg: Config) -> dict[str, torch.Tensor]:
@@ -66,7 +61,3 @@ def logits(model: Decoder, seed: int = 5) -> torch.Tensor:
     positions, attend = positions_of([11, 6])
     with torch.no_grad():
         return model(random_tokens(17, model.cfg.vocab_size, seed), positions, attend)
-
-
-def program(argv: list[str]) -> int:
-    return train.main(argv)

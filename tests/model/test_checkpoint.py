@@ -4,7 +4,6 @@ wrote them.
 Damaged folders are in tests/test_bad_input.py. Read next: tests/run/test_resume.py.
 """
 
-import json
 import shutil
 from pathlib import Path
 
@@ -15,7 +14,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from nanogrpo.errors import UserError, read_json
 from nanogrpo.model import checkpoint, weights
-from tests.conftest import assert_same, positions_of, random_tokens, tiny_model, write_base
+from tests.conftest import (
+    assert_same,
+    edit_json,
+    positions_of,
+    random_tokens,
+    refused,
+    said,
+    tiny_model,
+    write_base,
+)
 from tests.model.peers import CLASSES, CONFIGS, peer, theirs_alone
 
 TOKENS = random_tokens(20)
@@ -50,7 +58,7 @@ def test_an_export_loads_in_transformers_with_the_same_logits(tmp_path, name):
 def test_the_tokenizer_is_exported_with_the_weights(tiny_base, tiny_tokenizer, tmp_path):
     checkpoint.export(checkpoint.load_model(tiny_base), tmp_path, tiny_tokenizer)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    chat = [{"role": "user", "content": "12+7="}]
+    chat = said("12+7=")
     assert theirs.apply_chat_template(chat, add_generation_prompt=True)[
         "input_ids"
     ] == tiny_tokenizer.encode_prompt(chat)
@@ -58,31 +66,26 @@ def test_the_tokenizer_is_exported_with_the_weights(tiny_base, tiny_tokenizer, t
         AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id
         == tiny_tokenizer.stop_token_ids[0]
     )
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        assert (tmp_path / name).read_bytes() == (tiny_base / name).read_bytes()
 
 
-def test_fields_that_we_do_not_read_survive_an_export(tmp_path):
+def test_all_fields_survive_an_export_also_those_that_we_do_not_read(tmp_path):
     source, target = write_base(tmp_path / "source"), tmp_path / "target"
     target.mkdir()
-    raw = json.loads((source / "config.json").read_text())
     foreign = {
+        "torch_dtype": "float16",
         "eos_token_id": 99,
         "initializer_range": 0.5,
         "attention_dropout": 0.25,
         "their_own": {"deep": [1, None]},
+        "rope_scaling": CONFIGS["llama_scaled"].rope_scaling.to_dict(),
     }
-    (source / "config.json").write_text(json.dumps({**raw, **foreign, "torch_dtype": "float16"}))
-    model, config = checkpoint.load_model(source), read_json(source / "config.json")
+    config = edit_json(source / "config.json", **foreign)
+    model = checkpoint.load_model(source)
     shutil.rmtree(source)  # the export must not need it
     copies = weights.host_weights(model.to(torch.bfloat16))
     checkpoint.write_model(copies, config, target)
-    assert json.loads((target / "config.json").read_text()) == {
-        **raw,
-        **foreign,
-        "dtype": "bfloat16",
-        "torch_dtype": "bfloat16",
-    }
+    expected = {**config, "dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    assert read_json(target / "config.json") == expected
     assert AutoConfig.from_pretrained(target).attention_dropout == 0.25
 
 
@@ -107,18 +110,14 @@ def test_a_checkpoint_of_transformers_loads_here(tmp_path, name, shards):
     ) == model.cfg.tie_word_embeddings
 
 
-def test_a_bfloat16_checkpoint_becomes_float32_masters_or_stays(tmp_path):
-    model = tiny_model(tie_word_embeddings=True).to(torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_weights_of_every_floating_point_type_become_float32_or_stay(tmp_path, dtype):
+    model = tiny_model(tie_word_embeddings=True).to(dtype)
     peer(model).save_pretrained(tmp_path)
-    masters = checkpoint.load_model(tmp_path)
-    assert all(p.dtype == torch.float32 for p in masters.parameters())
-    assert_same(weights_of(masters), {n: t.float() for n, t in weights_of(model).items()})
-    assert_same(weights_of(checkpoint.load_model(tmp_path, torch.bfloat16)), weights_of(model))
-    again = tmp_path / "again"
-    again.mkdir()
-    copies = weights.host_weights(masters.to(torch.bfloat16))
-    checkpoint.write_model(copies, read_json(tmp_path / "config.json"), again)
-    assert AutoModelForCausalLM.from_pretrained(again).dtype == torch.bfloat16
+    for kind in (torch.float32, dtype):
+        loaded = checkpoint.load_model(tmp_path, kind)
+        assert {p.dtype for p in loaded.parameters()} == {kind}
+        assert_same(weights_of(loaded), {n: t.to(kind) for n, t in weights_of(model).items()})
 
 
 def test_tables_of_angles_in_old_llama_checkpoints_are_ignored(tmp_path):
@@ -139,16 +138,8 @@ def test_weights_that_are_not_floating_point_are_refused(tmp_path, dtype):
     save_file(
         {**tensors, "model.norm.weight": torch.ones(48).to(dtype)}, tmp_path / "model.safetensors"
     )
-    with pytest.raises(UserError, match=r"the tensor model\.norm\.weight is stored as [A-Z]"):
+    with refused(r"the tensor model\.norm\.weight is stored as [A-Z]"):
         checkpoint.load_model(tmp_path)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_weights_of_every_floating_point_type_are_read(tmp_path, dtype):
-    model = tiny_model().to(dtype)
-    checkpoint.export(model, tmp_path)
-    found = weights_of(checkpoint.load_model(tmp_path))
-    assert_same(found, {n: t.float() for n, t in weights_of(model).items()})
 
 
 def test_a_model_is_found_in_a_folder_or_rejected_in_one_sentence(tiny_base, monkeypatch, tmp_path):
@@ -164,34 +155,22 @@ def test_a_model_is_found_in_a_folder_or_rejected_in_one_sentence(tiny_base, mon
         str(tmp_path / "file"),
         "~/model",
     ):
-        with pytest.raises(UserError, match=r"--model \S+: .*no such folder") as error:
+        with refused(r"--model \S+: .*no such folder"):
             checkpoint.locate(name)
-        assert "\n" not in str(error.value)
 
 
 # --- a folder is complete or absent ---
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    return {
-        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
-    }
-
-
-def write(final: Path, text: str) -> None:
-    with checkpoint.atomic_folder(final) as folder:
-        (folder / "config.json").write_text(text)
-
-
 def test_a_folder_appears_only_when_it_is_complete_and_is_never_replaced(tmp_path):
     final = tmp_path / "deep" / "checkpoint-1"
     with checkpoint.atomic_folder(final) as folder:
-        (folder / "config.json").write_text("one")
+        (folder / "thesis.tex").write_text("years of work")
         assert not final.exists()
-    assert content(tmp_path) == {"deep/checkpoint-1/config.json": b"one"}
-    with pytest.raises(UserError, match="holds other files"):
-        write(final, "two")
-    assert content(tmp_path) == {"deep/checkpoint-1/config.json": b"one"}
+    with refused("holds other files"), checkpoint.atomic_folder(final):
+        pytest.fail("the folder may not be used")
+    assert {path.name for path in tmp_path.rglob("*")} == {"deep", final.name, "thesis.tex"}
+    assert (final / "thesis.tex").read_text() == "years of work"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("ours"), KeyboardInterrupt(), UserError("theirs")])
@@ -201,10 +180,3 @@ def test_any_exception_leaves_the_folder_and_no_other_files(tmp_path, error):
         (folder / "config.json").write_text("two")
         raise error
     assert [*tmp_path.rglob("*")] == [final]
-
-
-def test_a_folder_with_other_files_is_not_overwritten(tmp_path):
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match="holds other files"):
-        write(tmp_path, "gone")
-    assert content(tmp_path) == {"thesis.tex": b"years of work"}

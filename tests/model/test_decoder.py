@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from nanogrpo.model.attention import StripAttention
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
 from tests.conftest import positions_of, random_batch, random_tokens, tiny_config, tiny_model
@@ -41,13 +40,12 @@ def test_positions_may_be_large_and_have_gaps(theta, start):
     tokens = random_tokens(24)
     # neighbours, then far apart
     positions = start + torch.cat((torch.arange(12), 700 * torch.arange(1, 13)))
-    ours = model(tokens, positions, StripAttention(torch.tensor([0, 24], dtype=torch.int32), 24))
+    neighbors, attend = positions_of([24])
+    ours = model(tokens, positions, attend)
     torch.testing.assert_close(
         ours, theirs_alone(peer(model), tokens, positions), rtol=0, atol=1e-5
     )
-    nearby = model(
-        tokens, torch.arange(24), StripAttention(torch.tensor([0, 24], dtype=torch.int32), 24)
-    )
+    nearby = model(tokens, neighbors, attend)
     assert (ours - nearby).abs().max() > 0.1  # positions matter to this model at all
 
 
@@ -178,23 +176,6 @@ def test_defaults_of_config_json_are_those_of_transformers():
             assert getattr(ours, field) == getattr(expected, field)
         for field in ("attention_bias", "mlp_bias"):
             assert getattr(ours, field) == getattr(expected, field, False)
-
-
-@pytest.mark.parametrize(
-    "spelling",
-    [
-        {"rope_theta": 5e5},
-        {"rope_theta": 5e5, "rope_scaling": None},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-        # the inner one wins, as in transformers
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": 1e4},
-        {"rope_scaling": {"type": "default"}, "rope_theta": 500_000},
-    ],
-)
-def test_every_spelling_of_the_rotary_base_is_read(spelling):
-    raw = {**QWEN3_RAW, **spelling}
-    assert transformers.Qwen3Config(**raw).rope_parameters["rope_theta"] == 5e5
-    assert ModelConfig.from_dict(raw).rope_theta == 5e5
 
 
 def test_a_vocabulary_of_a_million_is_read():

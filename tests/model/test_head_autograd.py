@@ -12,9 +12,9 @@ import torch
 from nanogrpo.kernels.reference.policy import LossInputs
 
 import nanogrpo.kernels
-from nanogrpo.errors import UserError
 from nanogrpo.model import dispatch
 from nanogrpo.model import head as ops
+from tests.conftest import refused
 from tests.kernels import autograd
 from tests.model.head_inputs import CLIP, M, draw
 
@@ -55,5 +55,5 @@ def test_a_missing_triton_is_one_sentence(monkeypatch):
     monkeypatch.setattr(dispatch, "choice", "auto")
     monkeypatch.setitem(sys.modules, "nanogrpo.kernels.triton", None)
     monkeypatch.delattr(nanogrpo.kernels, "triton")
-    with pytest.raises(UserError, match=r"--kernels auto needs Triton.* use --kernels torch\.$"):
+    with refused(r"--kernels auto needs Triton.* use --kernels torch\.$"):
         dispatch.functions_for(torch.device("cuda"))

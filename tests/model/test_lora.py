@@ -17,7 +17,7 @@ from nanogrpo.model import weights
 from nanogrpo.run import optim
 from tests.conftest import positions_of, random_batch, tiny_model
 from tests.engine.small import make_engine
-from tests.model.lora_models import adapted, gradient, logits, nudge
+from tests.model.lora_models import adapted, batch_in_float64, gradient, logits, nudge
 
 LORA = Config(lora_r=4, lora_alpha=10)
 
@@ -29,10 +29,7 @@ LORA = Config(lora_r=4, lora_alpha=10)
 def test_the_gradient_equals_that_of_the_dense_formulation(shape):
     """In float64: autograd through W + alpha/r · B A, in place of W in a model without adapters."""
     model = adapted(LORA, tiny_model(**shape).double())
-    batch = random_batch([(3, 9), (5, 4), (2, 14)])
-    batch.advantage, batch.weight, batch.old_logp = (
-        x.double() for x in (batch.advantage, batch.weight, batch.old_logp)
-    )
+    batch = batch_in_float64()
     plain = tiny_model(**shape).double().requires_grad_(False)
     pairs = {
         n: p.detach().clone().requires_grad_()

@@ -5,7 +5,6 @@ Resuming and ranks are rows of tests/configurations.py.
 
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,18 +18,7 @@ from nanogrpo.extras.lora import lora
 from nanogrpo.model import checkpoint, weights
 from nanogrpo.run import setup as parts
 from tests.conftest import SOLO, arguments, random_batch, steps
-from tests.model.lora_models import (
-    loaded,
-    nudge,
-    write_bases,
-)
-from tests.model.peers import hugging_face, theirs
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory) -> dict[str, Path]:
-    return write_bases(tmp_path_factory.mktemp("bases"))
-
+from tests.model.lora_models import loaded, nudge
 
 RUN = "--lora-r 4 --lora-alpha 8 --beta 0.05 --num-iterations 2 --learning-rate 1e-2"
 
@@ -40,33 +28,34 @@ def go(base: Path, files: Path, output: Path, *options: str) -> list[dict]:
     return steps(output)
 
 
-def test_a_run_trains_adapters_and_leaves_folders_for_peft_and_transformers(bases, files, tmp_path):
-    base = bases["tied"]
-    rows = go(base, files, tmp_path / "run")
+def test_a_run_trains_and_saves_only_adapters_from_which_another_can_start(
+    tied_base, files, tmp_path
+):
+    rows = go(tied_base, files, tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 1, 2]
     # in the first step the reference is the policy itself, before its first update
     assert 0 <= rows[0]["kl"] < rows[-1]["kl"]
     last = tmp_path / "run" / "checkpoint-3"
-    merged, both = (
-        hugging_face(last),
-        peft.PeftModel.from_pretrained(hugging_face(base), last / "adapter"),
-    )
-    torch.testing.assert_close(theirs(merged), theirs(both), rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(theirs(merged), theirs(hugging_face(base)), atol=1e-2)
     saved = dcp.FileSystemReader(last / "state").read_metadata().state_dict_metadata
     names = {n.partition(".")[2] for n in saved}
     assert names == {
-        n for n, _ in loaded(base, Config(lora_r=4)).named_parameters() if lora.is_adapter(n)
+        n for n, _ in loaded(tied_base, Config(lora_r=4)).named_parameters() if lora.is_adapter(n)
     } | {""}
     from_there = go(
-        base, files, tmp_path / "more", "--lora-adapter", str(last / "adapter"), "--max-steps", "1"
+        tied_base,
+        files,
+        tmp_path / "more",
+        "--lora-adapter",
+        str(last / "adapter"),
+        "--max-steps",
+        "1",
     )
     assert from_there[0]["kl"] > 1e-4  # against the base, not the loaded adapter
 
 
 @pytest.mark.parametrize("options", [[], ["--load-in-4bit"]], ids=["float32", "four bits"])
-def test_the_reference_is_the_base_and_no_second_model_is_kept(bases, files, tmp_path, options):
-    cfg = parse(arguments(bases["tied"], files, tmp_path, *RUN.split(), *options))
+def test_the_reference_is_the_base_and_no_second_model_is_kept(tied_base, files, tmp_path, options):
+    cfg = parse(arguments(tied_base, files, tmp_path, *RUN.split(), *options))
     inputs = parts.load(cfg, SOLO, attach(cfg))
     parts.settle(inputs)
     run = parts.setup(inputs)
@@ -77,7 +66,7 @@ def test_the_reference_is_the_base_and_no_second_model_is_kept(bases, files, tmp
     experience.add_logps(run, [batch])
     torch.testing.assert_close(batch.ref_logp, expected, rtol=0, atol=1e-6)
     assert (batch.ref_logp - batch.old_logp).abs().max() > 0.1
-    merged = checkpoint.load_model(bases["tied"])
+    merged = checkpoint.load_model(tied_base)
     merged.load_state_dict(dict(weights.full_parameters(run.model)), strict=False)
     expected = experience.logp(merged, batch, cfg)  # as engines sample
     torch.testing.assert_close(batch.old_logp, expected, rtol=0, atol=1e-5)

@@ -5,7 +5,6 @@ Read next: test_lora_runs.py.
 """
 
 import dataclasses
-import json
 from pathlib import Path
 
 import peft
@@ -15,17 +14,24 @@ from safetensors.torch import load_file, save_file
 
 import train
 from nanogrpo import Config
-from nanogrpo.errors import UserError
 from nanogrpo.extras.lora import adapters
 from nanogrpo.model import checkpoint
-from tests.conftest import arguments
-from tests.model.lora_models import adapted, loaded, logits, nudge, write_bases
+from tests.conftest import arguments, edit_json, refused, write_base
+from tests.model.lora_models import adapted, loaded, logits, nudge
 from tests.model.peers import hugging_face, theirs
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory) -> dict[str, Path]:
-    return write_bases(tmp_path_factory.mktemp("bases"))
+    """A checkpoint folder of each shape."""
+    shapes = {
+        "untied": {},
+        "tied": {"tie_word_embeddings": True, "num_hidden_layers": 3},
+        "qwen2": {"model_type": "qwen2", "num_hidden_layers": 3},
+        "llama": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    }
+    folder = tmp_path_factory.mktemp("bases")
+    return {name: write_base(folder / name, **shape) for name, shape in shapes.items()}
 
 
 @pytest.mark.parametrize(
@@ -147,8 +153,7 @@ WRONG = {
 
 
 def put(folder: Path, **fields) -> None:
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    edit_json(folder / "adapter_config.json", **fields)
 
 
 def drop(folder: Path) -> None:
@@ -167,7 +172,5 @@ def test_adapters_that_do_not_fit_are_rejected_in_one_sentence(bases, tmp_path, 
     adapters.write(adapters.host_adapters(model), tmp_path / "adapter", cfg)
     adapters.load(model, tmp_path / "adapter", cfg)  # it fits
     damage(tmp_path / "adapter")
-    with pytest.raises(UserError, match=sentence) as error:
+    with refused(rf"{sentence}.*\.$"):
         loaded(bases["tied"], dataclasses.replace(cfg, **options))
-    assert "\n" not in str(error.value)
-    assert str(error.value).endswith(".")

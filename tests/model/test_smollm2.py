@@ -11,7 +11,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from examples import smollm2
 from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import Tokenizer
-from tests.conftest import positions_of
+from tests.conftest import positions_of, said
 
 gguf = pytest.importorskip("gguf")
 TEMPLATE = (
@@ -68,27 +68,13 @@ def gguf_file(original, tmp_path_factory):
     out.add_eos_token_id(2)
     out.add_unk_token_id(0)
     out.add_chat_template(TEMPLATE)
-    names = {
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
-    weights = original.state_dict()
-    heads = {"self_attn.q_proj": c.num_attention_heads, "self_attn.k_proj": c.num_key_value_heads}
-    out.add_tensor("token_embd.weight", weights["model.embed_tokens.weight"].numpy())
-    out.add_tensor("output_norm.weight", weights["model.norm.weight"].numpy())
-    for layer in range(c.num_hidden_layers):
-        for ours, theirs in names.items():
-            weight = weights[f"model.layers.{layer}.{ours}.weight"]
-            if ours in heads:
-                weight = for_llama_cpp(weight, heads[ours])
-            out.add_tensor(f"blk.{layer}.{theirs}.weight", weight.contiguous().numpy())
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, c.num_hidden_layers)
+    heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
+    for name, p in original.named_parameters():  # without the head, which is tied
+        weight, layer = p.detach(), name.split(".")[-2]
+        if layer in heads:
+            weight = for_llama_cpp(weight, heads[layer])
+        out.add_tensor(names.get_name(name, [".weight"]), weight.contiguous().numpy())
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
@@ -108,8 +94,7 @@ def test_the_converted_model_has_the_logits_of_the_original(original, converted)
     expected = original(ids[None]).logits[0]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(converted)
     torch.testing.assert_close(theirs(ids[None]).logits[0], expected)
-    positions, attend = positions_of([20])
-    ours = checkpoint.load_model(converted)(ids, positions, attend)
+    ours = checkpoint.load_model(converted)(ids, *positions_of([20]))
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -118,7 +103,7 @@ def test_the_converted_tokenizer_writes_each_digit_as_a_token(converted):
     assert tokenizer.stop_token_ids == [2]
     digits = tokenizer.encode("121 he")
     assert [tokenizer.decode([i]) for i in digits] == ["1", "2", "1", " ", "he"]
-    text = tokenizer.render([{"role": "user", "content": "hi"}])
+    text = tokenizer.render(said("hi"))
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.encode(text)[0] == 1
     theirs = transformers.AutoTokenizer.from_pretrained(converted)

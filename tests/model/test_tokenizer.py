@@ -15,12 +15,12 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanogrpo.errors import UserError
 from nanogrpo.model.tokenizer import Tokenizer
+from tests.conftest import edit_json, refused, said
 from tests.model.tokenizer_folder import CHATML, QWEN3_LIKE, make_folder
 
 CHATS = [
-    [{"role": "user", "content": "3+4="}],
+    said("3+4="),
     [
         {"role": "system", "content": " Be brief. "},
         {"role": "user", "content": "Was heißt „ü“? <b> & 'q'\n\n"},
@@ -134,7 +134,7 @@ def test_stop_ids_come_from_the_model_config_if_there_is_no_generation_config(tm
     assert Tokenizer(folder).stop_token_ids == [2, 0]
     for unknown in (302, -1):
         (folder / "config.json").write_text(f'{{"eos_token_id": {unknown}}}')
-        with pytest.raises(UserError, match=r"or config\.json\) is missing or not in tokenizer"):
+        with refused(r"or config\.json\) is missing or not in tokenizer"):
             Tokenizer(folder)
     (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
     assert Tokenizer(folder).stop_token_ids == [2, 0]
@@ -208,13 +208,22 @@ def test_the_default_template_is_chosen(tmp_path):
     assert ours.render(CHATS[0]) == "DFalse"  # a null bos_token is empty, not "None"
 
 
-def test_the_template_cannot_leave_its_sandbox_or_change_the_messages(tmp_path):
-    for i, attack in enumerate(
-        ["{{ messages.append(1) }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"]
-    ):
-        ours = Tokenizer(make_folder(tmp_path / str(i), attack))
-        with pytest.raises(UserError, match="rejects the messages"):
-            ours.render(CHATS[0])
+@pytest.mark.parametrize(
+    "template",
+    [
+        # it cannot change the messages or leave its sandbox
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ 1 // 0 }}",
+        # not every jinja2 raises an error in the first half
+        "{{ 'x' | int(base=99) }}{{ messages[0].content.index('z') }}",
+        "{{ messages[0].content | tojson(indent={}) }}{{ messages[0].content.index('z') }}",
+    ],
+)
+def test_a_template_that_fails_rejects_the_messages(tmp_path, template):
+    ours = Tokenizer(make_folder(tmp_path, template))
+    with refused(rf"{tmp_path} rejects the messages \(.+\): change them"):
+        ours.render(CHATS[0])
 
 
 LOOPS = "".join(f"{{% for i{n} in messages %}}" for n in range(60)) + "{% endfor %}" * 60
@@ -235,9 +244,8 @@ LOOPS = "".join(f"{{% for i{n} in messages %}}" for n in range(60)) + "{% endfor
 )
 def test_a_folder_that_is_no_tokenizers_is_reported_in_one_sentence(tmp_path, how, message):
     """Damage at random is in tests/test_mutations.py."""
-    with pytest.raises(UserError, match=message) as caught:
+    with refused(message):
         Tokenizer(make_folder(tmp_path, **how))
-    assert "\n" not in str(caught.value)
 
 
 def test_the_template_for_tools_is_chosen_as_in_transformers(tmp_path):
@@ -261,43 +269,28 @@ def test_the_template_for_tools_is_chosen_as_in_transformers(tmp_path):
 def test_a_panic_of_the_tokenizer_is_a_user_error(tmp_path):
     """A damaged table makes the Rust library panic, which is no Exception in Python."""
     folder = make_folder(tmp_path)
-    raw = json.loads((folder / "tokenizer.json").read_text())
+    file = folder / "tokenizer.json"
     table = base64.b64encode(struct.pack("<II", 4, 0xFFFFFC00) + b"abc\0").decode()
-    raw["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": table}
-    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    raw = edit_json(file, normalizer={"type": "Precompiled", "precompiled_charsmap": table})
     message = r"tokenizer\.json {} \(index out of bounds.*\): .*copy it again from the model\.$"
-    with pytest.raises(UserError, match=message.format("cannot be read")):
+    with refused(message.format("cannot be read")):
         Tokenizer(folder)
     for token in raw["added_tokens"]:
         token["normalized"] = False  # so the table is used later
-    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    edit_json(file, **raw)
     ours = Tokenizer(folder)
-    with pytest.raises(UserError, match=message.format("cannot encode the text 'abc'")):
+    with refused(message.format("cannot encode the text 'abc'")):
         ours.encode("abc")
-    with pytest.raises(
-        UserError, match=r"cannot encode the text '.ud800' .*write valid characters"
-    ):
+    with refused(r"cannot encode the text '.ud800' .*write valid characters"):
         Tokenizer(make_folder(tmp_path / "sound")).encode("\ud800")
 
 
-def test_errors_of_a_template_are_user_errors(tmp_path):
+def test_a_template_may_reject_the_messages_and_may_be_absent(tmp_path):
     ours = Tokenizer(make_folder(tmp_path / "a", CHATML))
-    with pytest.raises(UserError, match="unknown role critic"):
+    with refused("unknown role critic"):
         ours.render([{"role": "critic", "content": "x"}])
-    for i, crash in enumerate(
-        [
-            "{{ 1 // 0 }}",
-            "{{ 'x' | int(base=99) }}",
-            "{{ messages[0].content | tojson(indent={}) }}",
-        ]
-    ):
-        ours = Tokenizer(
-            make_folder(tmp_path / f"crash{i}", crash + "{{ messages[0].content.index('z') }}")
-        )
-        with pytest.raises(UserError, match=r"crash\d rejects the messages \(.+\): change them"):
-            ours.render(CHATS[0])
     bare = Tokenizer(make_folder(tmp_path / "b", None))
     assert not bare.has_chat_template
     assert bare.encode_prompt("3+4=") == bare.encode("3+4=")
-    with pytest.raises(UserError, match="no chat template"):
+    with refused("no chat template"):
         bare.encode_prompt(CHATS[0])

@@ -7,8 +7,6 @@ tests/model/test_nf4.py.
 
 import peft
 import pytest
-import torch
-import transformers
 from trl.trainer.utils import add_fused_lm_head
 
 from bench.trl_peer import REWARDS, Peer, config, give_rewards, make_samples, settings
@@ -16,6 +14,7 @@ from nanogrpo.extras.lora import adapters
 from tests.conftest import write_base
 from tests.grpo.alike import assert_trains_alike
 from tests.model.lora_models import loaded, nudge
+from tests.model.test_nf4 import bitsandbytes_model
 
 # of TRL to transformers, not of ours
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -36,12 +35,7 @@ def test_loss_and_gradients_of_the_adapters(tmp_path, loss_type):
     mine = nudge(loaded(base, cfg))
     adapters.write(adapters.host_adapters(mine), tmp_path / "adapter", cfg)
 
-    nf4 = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
-    )
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        base, dtype=torch.float32, quantization_config=nf4, attn_implementation="eager"
-    ).train()
+    theirs = bitsandbytes_model(base)
     add_fused_lm_head(theirs, temperature=cfg.temperature, outputs=("log_probs", "entropy"))
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter", is_trainable=True)
 
