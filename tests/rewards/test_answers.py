@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from nanogrpo.rewards import symbolic
 from nanogrpo.rewards.answers import extract_answer
 from nanogrpo.rewards.builtin import accuracy_reward, format_reward, same_answers
+from tests.conftest import said
 from tests.rewards.answer_table import NUMBERS, ROWS
 
 
@@ -127,7 +128,7 @@ def test_accuracy_prefers_solution_to_answer_and_skips_records_without_either():
     answer = ["9", "so 2\n#### 2.0", None, "4", "4", None]
     rewards = accuracy_reward(completions, solution=solution, answer=answer)
     assert rewards == [1.0, 1.0, None, 0.0, 0.0, 1.0]
-    assert accuracy_reward([[{"role": "assistant", "content": "#### 1"}]], answer=["1"]) == [1.0]
+    assert accuracy_reward([said("#### 1", "assistant")], answer=["1"]) == [1.0]
 
 
 def test_a_worked_solution_without_a_marked_answer_does_not_hide_the_bare_answer():

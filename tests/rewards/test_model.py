@@ -3,7 +3,6 @@
 Read next: tests/model/test_decoder.py, test_rewards.py (reward functions of other kinds).
 """
 
-import json
 import shutil
 from pathlib import Path
 
@@ -11,24 +10,24 @@ import pytest
 import torch
 import transformers
 
-from nanogrpo.errors import UserError
 from nanogrpo.extras import reward_model
 from nanogrpo.extras.arithmetic import warmup
 from nanogrpo.extras.reward_model import RewardModel, RewardModels
+from tests.conftest import edit_json, refused, said, tiny_config
 from tests.model.tokenizer_folder import make_folder
 from tests.rewards.conftest import runner
 
 PROMPTS = [
     "3+4=",
-    [{"role": "user", "content": "3+4="}],
+    said("3+4="),
     "a long question " * 9,
-    [{"role": "system", "content": "Be brief."}],
+    said("Be brief.", "system"),
 ]
 COMPLETIONS = [
     "7",
-    [{"role": "assistant", "content": "It is 7."}],
+    said("It is 7.", "assistant"),
     "no",
-    [{"role": "assistant", "content": "yes " * 20}],
+    said("yes " * 20, "assistant"),
 ]
 
 
@@ -39,23 +38,10 @@ def make(
     folder.mkdir()
     tokenizer(folder)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    fields = {
-        "vocab_size": len(theirs),
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 2,
-        "head_dim": 16,
-    }
-    fields |= {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.2,
-    }
-    if kind == "qwen2":
-        fields["head_dim"] = 12
+    size = {"vocab_size": len(theirs), "head_dim": 12 if kind == "qwen2" else 16}
+    fields = tiny_config(model_type=kind, **size, **changes).to_dict()
     config = transformers.AutoConfig.for_model(
-        kind, **{**fields, **changes}, pad_token_id=theirs.pad_token_id, num_labels=labels
+        **fields, pad_token_id=theirs.pad_token_id, num_labels=labels
     )
     torch.manual_seed(0)
     model = transformers.AutoModelForSequenceClassification.from_config(config)
@@ -74,14 +60,10 @@ def theirs(folder: Path, prompts: list, completions: list) -> list[float]:
     scores = []
     for prompt, completion in zip(prompts, completions):
         text = prompt + completion
-        text = (
-            text if isinstance(text, str) else tokenizer.apply_chat_template(text, tokenize=False)
-        )
-        scores.append(
-            model(**tokenizer(text, return_tensors="pt", add_special_tokens=False))
-            .logits[0, 0]
-            .item()
-        )
+        if not isinstance(text, str):
+            text = tokenizer.apply_chat_template(text, tokenize=False)
+        inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+        scores.append(model(**inputs).logits[0, 0].item())
     return scores
 
 
@@ -126,11 +108,8 @@ def test_a_reward_model_scores_a_run(rows_of, tmp_path):
 def test_a_folder_without_a_reward_model_is_an_error(tiny_base, tmp_path):
     good = make(tmp_path / "judge")
     make(tmp_path / "three", labels=3)
-    raw = json.loads((good / "config.json").read_text())
-    shutil.copytree(good, tmp_path / "bert")
-    (tmp_path / "bert" / "config.json").write_text(json.dumps({**raw, "model_type": "bert"}))
-    shutil.copytree(good, tmp_path / "small")
-    (tmp_path / "small" / "config.json").write_text(json.dumps({**raw, "hidden_size": 32}))
+    for name, change in {"bert": {"model_type": "bert"}, "small": {"hidden_size": 32}}.items():
+        edit_json(shutil.copytree(good, tmp_path / name) / "config.json", **change)
     for folder, message in (
         (tmp_path / "three", r"one label, but this is a Qwen3ForSequenceClassification with 3"),
         (tiny_base, r"one label, but this is a Qwen3ForCausalLM"),
@@ -138,16 +117,15 @@ def test_a_folder_without_a_reward_model_is_an_error(tiny_base, tmp_path):
         (tmp_path / "small", r"has shape .* config\.json asks for"),
         (tmp_path / "none", r"--reward-funcs model: \S+none: there is no such folder"),
     ):
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             runner("format", f"model:{folder}", features=[RewardModels()])
 
 
 def test_a_text_longer_than_the_context_is_an_error(tmp_path):
     judge = RewardModel.load(str(make(tmp_path / "judge", max_position_embeddings=16)))
-    with pytest.raises(
-        UserError,
-        match=r"reward model judge cannot judge a text of \d+ tokens \(its context is 16\)",
+    with refused(
+        r"reward model judge cannot judge a text of \d+ tokens \(its context is 16\)",
     ):
         judge(prompts=["3+4=" * 20], completions=["7"])
-    with pytest.raises(UserError, match="a text of 0 tokens"):
+    with refused("a text of 0 tokens"):
         judge(prompts=[""], completions=[""])

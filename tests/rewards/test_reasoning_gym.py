@@ -11,9 +11,9 @@ import re
 import pytest
 
 from nanogrpo import Config
-from nanogrpo.errors import UserError
 from nanogrpo.extras.gym import data as gym
 from nanogrpo.extras.gym.reward import reasoning_gym_reward
+from tests.conftest import refused, said
 from tests.rewards.conftest import make_samples, runner
 
 package = pytest.importorskip("reasoning_gym")
@@ -35,7 +35,7 @@ def test_scores_are_those_of_the_package(task):
             completions.append(f"<think>5</think><answer>{answer}</answer>")
             origins.append(origin)
             want.append(data.score_answer(answer, data[i]))
-    chats = [[{"role": "assistant", "content": text}] for text in completions]
+    chats = [said(text, "assistant") for text in completions]
     for given in (completions, chats):
         assert reasoning_gym_reward(completions=given, reasoning_gym=origins) == want
     assert want.count(1.0) >= 3
@@ -93,7 +93,7 @@ def test_data_sets_that_evaluate_answers_are_refused(monkeypatch):
                 data.score_answer(answer, data[0])
     assert found == evaluate
     for task in gym.EVALUATE:
-        with pytest.raises(UserError, match=f"the verifier of {task} evaluates the answer as Pyth"):
+        with refused(f"the verifier of {task} evaluates the answer as Pyth"):
             problems(task)
 
 

@@ -15,6 +15,7 @@ import torch
 from nanogrpo.errors import UserError
 from nanogrpo.rewards.builtin import accuracy_reward, format_reward, load_function
 from nanogrpo.rewards.call import TrainerState
+from tests.conftest import refused, said
 from tests.rewards.conftest import make_samples, runner
 
 
@@ -32,7 +33,7 @@ def test_a_function_is_called_once_with_the_arguments_of_trl():
         calls.append((prompts, completions, completion_ids, columns))
         return [0.0] * len(prompts)
 
-    messages = [{"role": "user", "content": "hi"}]
+    messages = said("hi")
     samples = make_samples(["a", "b"], solution="7", level=1) + make_samples(
         ["c"], prompt=messages, solution="8", tag="x"
     )
@@ -45,7 +46,7 @@ def test_a_function_is_called_once_with_the_arguments_of_trl():
     assert calls == [
         (
             ["3+4=", "3+4=", messages],
-            ["a", "b", [{"role": "assistant", "content": "c"}]],
+            ["a", "b", said("c", "assistant")],
             [[5, 2]] * 3,
             {"solution": ["7", "7", "8"], "level": [1, 1, None], "tag": [None, None, "x"]},
         )
@@ -53,7 +54,7 @@ def test_a_function_is_called_once_with_the_arguments_of_trl():
 
 
 def test_a_functions_edits_reach_no_sample_and_no_other_call():
-    messages = [{"role": "user", "content": "3+4="}]
+    messages = said("3+4=")
     samples = make_samples(
         ["#### 7", "#### 8"], prompt=messages, solution="7", tests=[{"in": [3, 4]}], tag=None
     )
@@ -73,7 +74,7 @@ def test_a_functions_edits_reach_no_sample_and_no_other_call():
         assert [sample.rewards["accuracy_reward"] for sample in samples] == [1.0, 0.0]
     assert seen == [("3+4=", [3, 4], "#### 7")] * 4
     assert [sample.token_ids for sample in samples] == [[5, 2], [5, 2]]
-    assert samples[0].prompt.text == [{"role": "user", "content": "3+4="}]
+    assert samples[0].prompt.text == said("3+4=")
     assert samples[0].prompt.columns == {"solution": "7", "tests": [{"in": [3, 4]}], "tag": None}
 
 
@@ -155,9 +156,8 @@ def test_a_bad_result_raises_an_error_that_names_the_function_and_the_sample(res
         return result
 
     samples = make_samples(solution="7")
-    with pytest.raises(UserError, match=message) as caught:
+    with refused(f"^the reward function broken .*{message}"):
         score(samples, [accuracy_reward, broken])
-    assert str(caught.value).startswith("the reward function broken ")
     assert all(sample.reward is None for sample in samples)
 
 
@@ -165,7 +165,7 @@ def test_a_function_needs_keyword_arguments_and_columns_must_not_take_their_name
     def no_kwargs(completions):
         return [0.0] * len(completions)
 
-    with pytest.raises(UserError, match=r"Judge raised .*Can't pickle .*; fix the function"):
+    with refused(r"Judge raised .*Can't pickle .*; fix the function"):
         score(make_samples(column=lambda: 0), [Judge()])  # each function gets a copy of the columns
     with pytest.raises(
         UserError, match=r"no_kwargs raised TypeError: .*unexpected keyword argument 'prompts'"
@@ -179,7 +179,7 @@ def test_a_function_needs_keyword_arguments_and_columns_must_not_take_their_name
 
 def test_sys_exit_in_a_file_is_an_error(tmp_path):
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit()\n")
-    with pytest.raises(UserError, match=r"importing '\S+leaves\.py' raised SystemExit: "):
+    with refused(r"importing '\S+leaves\.py' raised SystemExit: "):
         load_function(f"{tmp_path / 'leaves.py'}:f")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import train
 from nanogrpo.rewards.call import TrainerState
-from tests.conftest import arguments, lines, steps
+from tests.conftest import arguments, lines, said, steps
 from tests.rewards.conftest import make_samples, runner
 
 FUNCTIONS = """
@@ -24,9 +24,6 @@ def crashes_on_one(prompts, completion_ids, **kwargs):
         os._exit(1)
     return even(completion_ids)
 
-def always_crashes(**kwargs):
-    os._exit(1)
-
 async def waits(completion_ids, **kwargs):
     await asyncio.sleep(0.01)
     return even(completion_ids)
@@ -35,10 +32,6 @@ def curriculum(completion_ids, trainer_state, log_metric, **kwargs):
     log_metric("progress", trainer_state.global_step / trainer_state.max_steps)
     log_metric("epoch_so_far", trainer_state.epoch)
     return [len(ids) * trainer_state.global_step for ids in completion_ids]
-
-def nan_in_the_second_step(completion_ids, trainer_state, **kwargs):
-    nan = trainer_state.global_step == 1
-    return [float("nan") if nan else value for value in even(completion_ids)]
 
 def asks_to_stop_in_the_second_step(completion_ids, trainer_state, **kwargs):
     if trainer_state.global_step == 1:
@@ -73,10 +66,6 @@ def start(tiny_base, files, tmp_path, functions, monkeypatch):
     return start
 
 
-def last_error(capsys) -> str:
-    return capsys.readouterr().err.strip().splitlines()[-1]
-
-
 def test_lost_steps_are_counted_and_train_nothing_and_the_run_continues(start, caplog):
     status, folder = start("crashes_on_one", "waits")
     assert status == 0
@@ -103,7 +92,7 @@ def test_the_function_in_the_docs_works_on_messages_and_on_texts(rows_of, tmp_pa
     rows = rows_of(f"--reward-funcs {spec} --log-completions --max-steps 2")
     assert rows[0]["reward"] == 0 > rows[1]["reward"]
     assert all(row["words/max"] > 0 for row in rows)
-    samples = make_samples(["one two", ""], prompt=[{"role": "user", "content": "3+4="}])
+    samples = make_samples(["one two", ""], prompt=said("3+4="))
     runner(spec).score(samples, TrainerState(1, 2, 0.0))
     assert [(s.reward, s.extra) for s in samples] == [(-0.01, {"words": 2}), (None, {"words": 0})]
 

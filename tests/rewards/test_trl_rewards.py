@@ -11,11 +11,12 @@ from trl import rewards as trl
 from nanogrpo import Config
 from nanogrpo.extras import rewards as extra
 from nanogrpo.rewards.builtin import accuracy_reward, load_function
+from tests.conftest import said
 from tests.rewards.answer_table import ROWS
 
 
 def message(text: str) -> list[dict]:
-    return [{"role": "assistant", "content": text}]
+    return said(text, "assistant")
 
 
 def test_no_output_is_judged_wrong_here_and_right_by_trl():
