@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> list[dict]:
             secret = server.headers["Authorization"].removeprefix("Bearer ")
             for transport in TRANSPORTS[1:]:
                 engines[transport] = VLLMEngine(
-                    model, max_len=32, servers=[server.url], secret=secret, transport=transport
+                    model, max_len=32, urls=[server.url], secret=secret, transport=transport
                 )
             # A server accepts one trainer at a time, so the transports alternate in blocks.
             # The first syncs of a block establish the connection and are not timed.

@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -55,37 +56,33 @@ ATTEMPTS = 2
 ALONE = World(0, 1, torch.device("cpu"))
 
 
+@dataclass(eq=False)
 class VLLMEngine:
     """An engine (engine/base.py) that samples from vLLM servers and sends them the weights."""
 
-    def __init__(
-        self,
-        # full or sharded; the servers must have a model with the same configuration
-        model: Decoder,
-        *,
-        max_len: int,  # the context: prompt and completion
-        servers: Sequence[str] = (),  # addresses, or
-        sidecar: Sidecar | None = None,  # a process to start
-        secret: str = "",
-        # how weights are sent: auto, broadcast or memory (buckets.py)
-        transport: str = "auto",
-        window: int = 64,  # groups in progress on one server
-        # seconds within which a healthy server answers a heartbeat and accepts the weights
-        timeout: float = 60.0,
-        # whether the servers sleep while the trainer trains: see `wake`
-        sleeps: bool = False,
-        masks: bool = False,  # whether the servers return sampling masks: see protocol.body
-        min_p: float = 0.0,  # as in vLLM
-        head_dtype: str = "model",  # of the logits: see `check_server`
-        dtype: str = "auto",  # of the computation: see `check_server`
-        world: World = ALONE,
-    ):
-        self.world = world.patient()
-        self.cfg, self.max_len, self.sidecar, self.patience = model.cfg, max_len, sidecar, PATIENCE
-        self.window, self.timeout = window, timeout
-        self.transport, self.sleeps = transport, sleeps
-        self.masks, self.min_p, self.dtypes = masks, min_p, (head_dtype, dtype)
-        self.interval = HEARTBEAT
+    # full or sharded; the servers must have a model with the same configuration
+    model: Decoder
+    _: KW_ONLY
+    max_len: int  # the context: prompt and completion
+    urls: Sequence[str] = ()  # addresses of servers, or
+    sidecar: Sidecar | None = None  # a process to start
+    secret: str = ""
+    # how weights are sent: auto, broadcast or memory (buckets.py)
+    transport: str = "auto"
+    window: int = 64  # groups in progress on one server
+    # seconds within which a healthy server answers a heartbeat and accepts the weights
+    timeout: float = 60.0
+    # whether the servers sleep while the trainer trains: see `wake`
+    sleeps: bool = False
+    masks: bool = False  # whether the servers return sampling masks: see protocol.body
+    min_p: float = 0.0  # as in vLLM
+    head_dtype: str = "model"  # of the logits: see `check_server`
+    dtype: str = "auto"  # of the computation: see `check_server`
+    world: World = ALONE
+
+    def __post_init__(self) -> None:
+        self.world = self.world.patient()
+        self.interval, self.patience = HEARTBEAT, PATIENCE
         self.version = -1  # version of the weights
         self.restarts = 0  # how often all servers were lost
         self.problem: Exception | None = None  # why the last server was lost
@@ -93,11 +90,13 @@ class VLLMEngine:
         # held by the thread that gathers or sends weights: the loop, or a recovery
         self.lock = threading.RLock()
         self.servers: list[Server] = []  # on rank 0
-        dtype = self.world.once(lambda: self._start(servers, secret))
-        self.sync = WeightSync(model, dtype, world.device, timeout=timeout, main=world.main)
+        dtype, device = self.world.once(self._start), self.world.device
+        self.sync = WeightSync(
+            self.model, dtype, device, timeout=self.timeout, main=self.world.main
+        )
         for server in self.servers:
             self._watch(server)
-        if sleeps:
+        if self.sleeps:
             self.sleep()
 
     # --- the engine's interface ---
@@ -272,14 +271,16 @@ class VLLMEngine:
         the transport of the weights.
         """
         info, ours = server.get(INFO), device_facts(self.world.device)
-        protocol.check_server(server.url, info, self.cfg, self.max_len, *self.dtypes)
+        protocol.check_server(
+            server.url, info, self.model.cfg, self.max_len, self.head_dtype, self.dtype
+        )
         return info | {"transport": protocol.transport(self.transport, server.url, info, ours)}
 
     # --- losing and recovering servers, on rank 0 ---
 
-    def _start(self, urls: Sequence[str], secret: str) -> str:
+    def _start(self) -> str:
         """Find the servers, or start our own server. Return their dtype."""
-        self.servers = [Server(url, secret, self.timeout) for url in urls]
+        self.servers = [Server(url, self.secret, self.timeout) for url in self.urls]
         if self.sidecar:
             self.servers = [self.sidecar.start(self.timeout, self.over)]
         try:

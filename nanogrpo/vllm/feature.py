@@ -48,7 +48,7 @@ class VLLM(Feature):
         self.client = VLLMEngine(
             run.model,
             max_len=max_len,
-            servers=cfg.server,
+            urls=cfg.server,
             sidecar=None if cfg.server else own_server(run, max_len),
             transport=cfg.weight_transport,
             timeout=cfg.server_timeout,

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,7 @@ def root_cause(text: str) -> str:
     return re.sub(r"\n(\([\w-]+ pid=\d+\))? +", " ", found[-1])[:300] if found else ""
 
 
+@dataclass(eq=False)
 class Sidecar:
     """Our own server process, which can be restarted with the same options.
 
@@ -170,24 +172,20 @@ class Sidecar:
     server watches our process id, so it ends when this process ends for any reason.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        options: Sequence[str],  # options for serve.py and vLLM
-        python: str,  # the interpreter that has vLLM
-        output: Path,  # the file for the server's messages
-        gpus: str = "",  # its CUDA_VISIBLE_DEVICES, if not ours
-    ):
-        self.model, self.options, self.output = str(model), options, output
-        self.python = python or sys.executable
-        self.environment = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+    model: str | Path
+    options: Sequence[str]  # options for serve.py and vLLM
+    python: str  # the interpreter that has vLLM, if not ours
+    output: Path  # the file for the server's messages
+    gpus: str = ""  # its CUDA_VISIBLE_DEVICES, if not ours
+
+    def __post_init__(self) -> None:
         self.secret = secrets.token_urlsafe(32)
         self.process: subprocess.Popen | None = None
         self.logged = 0  # bytes in `output` before the process started
         # The server's interpreter imports our package from this folder, which has a link to it.
         # If we gave it our site-packages instead, it would also import our torch, not its own.
         # The folder is next to the log, so that a killed run leaves nothing elsewhere.
-        self.path = output.absolute().with_name(f".{output.stem}")
+        self.path = self.output.absolute().with_name(f".{self.output.stem}")
 
     def start(self, timeout: float, over: threading.Event) -> Server:
         """Start the process and wait until it is healthy. `timeout` is the limit for a request, in
@@ -217,10 +215,13 @@ class Sidecar:
         raise UserError(f"The vLLM sidecar was stopped before it was healthy; see {self.output}.")
 
     def _run(self, port: int) -> subprocess.Popen:
-        command = [self.python, str(script("serve.py")), *self.options, "--model", self.model]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--owner", str(os.getpid())]
+        command = [self.python or sys.executable, str(script("serve.py")), *self.options]
+        command += ["--model", str(self.model), "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--owner", str(os.getpid())]
         path = os.pathsep.join(filter(None, [str(self.path), os.environ.get("PYTHONPATH")]))
-        variables = {SECRET: self.secret, "PYTHONPATH": path} | self.environment
+        variables = {SECRET: self.secret, "PYTHONPATH": path}
+        if self.gpus:
+            variables["CUDA_VISIBLE_DEVICES"] = self.gpus
         self.path.mkdir(exist_ok=True)
         (self.path / "nanogrpo").unlink(missing_ok=True)
         (self.path / "nanogrpo").symlink_to(Path(nanogrpo.__file__).resolve().parent)

@@ -246,7 +246,7 @@ def engine_of(
     options = {"max_len": 32, "transport": "memory", "timeout": 60.0} | options
     urls = [s if isinstance(s, str) else s.url for s in servers]
     with mock.patch.multiple(client, HEARTBEAT=interval, PATIENCE=patience):
-        engine = VLLMEngine(model, servers=urls, **options)
+        engine = VLLMEngine(model, urls=urls, **options)
     for s in servers:
         if isinstance(s, FakeVLLM):
             s.engines.append(engine)

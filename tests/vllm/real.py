@@ -62,7 +62,7 @@ class Real:
                 left.close()
         options = {
             "max_len": 256,
-            "servers": [self.server.url],
+            "urls": [self.server.url],
             "secret": self.process.secret,
         } | options
         self.engines.append(VLLMEngine(model, **options))

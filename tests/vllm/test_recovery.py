@@ -180,7 +180,7 @@ from nanogrpo.vllm.client import VLLMEngine
 
 folder, url, secret = sys.argv[1:]
 model = checkpoint.load_model(Path(folder))
-engine = VLLMEngine(model, max_len=256, servers=[url], secret=secret)
+engine = VLLMEngine(model, max_len=256, urls=[url], secret=secret)
 engine.load(model, 0)
 engine.servers[0].group.broadcast = lambda bucket: os.kill(os.getpid(), signal.SIGKILL)
 engine.load(model, 1)

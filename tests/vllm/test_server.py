@@ -383,7 +383,7 @@ def late_to_load(url: str, secret: str) -> int:
     dist.barrier()  # from here on the ranks run in step
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
     engine = VLLMEngine(
-        model, max_len=32, servers=[url], secret=secret, transport="memory", world=world
+        model, max_len=32, urls=[url], secret=secret, transport="memory", world=world
     )
     gather = engine.sync.gather
     engine.sync.gather = lambda m: (dist.barrier(), gather(m))  # as FSDP2 does
