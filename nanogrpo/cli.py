@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from nanogrpo.config import Config, dashed
-from nanogrpo.errors import UserError, read_json
+from nanogrpo.errors import UserError, read_json, without_nulls
 
 DESCRIPTION = """Train a language model with GRPO, from prompts to a checkpoint.
 
@@ -169,7 +169,7 @@ def resolve(
     for name in chosen.keys() - {field.name for field in fields(kind)}:
         raise UserError(f"{name} is not an option.")
     # in a file, null stands for the default
-    cfg = kind(**{name: value for name, value in chosen.items() if value is not None})
+    cfg = kind(**without_nulls(chosen))
     if print_config:
         cfg.validate()
         print(json.dumps(asdict(cfg), indent=2))

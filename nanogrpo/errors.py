@@ -76,6 +76,11 @@ def read_json(path: Path, **how: Any) -> dict:
     return value
 
 
+def without_nulls(fields: dict) -> dict:
+    """Return a JSON object without the fields that are null."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 def unwritten(path: Path, error: BaseException) -> UserError:
     """Return the error of a file or folder that could not be written. If a disk is full, the
     message of torch is only "enforce fail", because torch could not write all bytes.

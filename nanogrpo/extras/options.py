@@ -17,7 +17,7 @@ from typing import Any
 from nanogrpo.cli import Options
 from nanogrpo.config import Config as Core
 from nanogrpo.config import dashed, free_option, option
-from nanogrpo.errors import UserError
+from nanogrpo.errors import UserError, without_nulls
 from nanogrpo.extras import trl_names
 from nanogrpo.extras.dashboards import DashboardOptions
 from nanogrpo.extras.lora.options import LoRAOptions
@@ -558,7 +558,7 @@ class Config(  # the last base class comes first in `--help-all`
         options = layer(trl_objects.options_of(args, **given), notes, cls)
         options = trl_names.translate(options, notes)
         notes.finish(trl_names.in_python)
-        return cls(**{name: value for name, value in options.items() if value is not None})
+        return cls(**without_nulls(options))
 
 
 FIELDS = {f.name: f for f in fields(Config)}

@@ -24,7 +24,7 @@ from jinja2.ext import loopcontrols
 from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from nanogrpo.errors import UserError, read_json, reading
+from nanogrpo.errors import UserError, read_json, reading, without_nulls
 
 # The files that are read when the tokenizer is loaded, and that `save` writes unchanged.
 # The tokenizer itself uses only the first five files and chat_template.json.
@@ -126,8 +126,7 @@ class Tokenizer:
         default is to think. Raises UserError if there is no template, or if it rejects the
         messages.
         """
-        given = {name: value for name, value in variables.items() if value is not None}
-        fields = {**dict.fromkeys(VARIABLES), **self._special, **given}
+        fields = {**dict.fromkeys(VARIABLES), **self._special, **without_nulls(variables)}
         used = "tool_use" if fields[VARIABLES[0]] else "default"
         template = self._templates.get(used) or self._templates.get("default")
         if template is None:
@@ -135,7 +134,7 @@ class Tokenizer:
                 f"{self._folder} has no chat template: use text prompts or add chat_template.jinja."
             )
         # As in transformers, null fields are left out; otherwise, the text could contain "None".
-        messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        messages = [*map(without_nulls, messages)]
         # a template is a program, so any exception is possible
         name = f"the chat template of {self._folder}"
         with reading(name, "change them", "rejects the messages"):

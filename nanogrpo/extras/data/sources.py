@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogrpo.config import Config
-from nanogrpo.errors import UserError, reading
+from nanogrpo.errors import UserError, reading, without_nulls
 from nanogrpo.extras.options import DataOptions
 from nanogrpo.feature import Feature
 from nanogrpo.types import Prompt
@@ -67,12 +67,8 @@ def _variable(value: Any) -> Any:
     """
     with contextlib.suppress(ValueError, RecursionError, TypeError):  # not JSON
         is_json = isinstance(value, str) and value.startswith(("[", "{"))
-        return json.loads(value if is_json else json.dumps(value), object_hook=_without_nulls)
+        return json.loads(value if is_json else json.dumps(value), object_hook=without_nulls)
     return value
-
-
-def _without_nulls(fields: dict) -> dict:
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 def uses_hub(source: str) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from nanogrpo.errors import UserError, reading
+from nanogrpo.errors import UserError, reading, without_nulls
 
 COLUMNS = ("image", "images")
 ORIENTATION = 0x0112  # the EXIF tag for the orientation; 1: upright
@@ -117,7 +117,7 @@ def _parts(content: str | list) -> list[dict]:
     for part in content:
         # If parts have different fields, Arrow fills in nulls for missing fields.
         # These nulls are dropped.
-        kept = {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else {}
+        kept = without_nulls(part) if isinstance(part, dict) else {}
         is_text = kept.get("type") == "text" and isinstance(kept.get("text"), str)
         if not (is_text or kept.get("type") == "image"):
             raise UserError(
