@@ -237,14 +237,14 @@ class EstimatorsOptions(Core):
     )
 
     def problems(self) -> Iterator[str]:
-        scales = {
-            ("grpo", "sum_then_normalize"): ("group", "batch", "none"),
-            ("grpo", "normalize_then_sum"): ("group",),
-            ("rloo", "sum_then_normalize"): ("group", "none"),
-            ("maxrl", "sum_then_normalize"): ("group",),
+        scales = {  # for each estimator and aggregation, the values of --scale-rewards
+            "grpo, sum_then_normalize": "group batch none",
+            "grpo, normalize_then_sum": "group",
+            "rloo, sum_then_normalize": "group none",
+            "maxrl, sum_then_normalize": "group",
         }
         estimator, aggregation = self.advantage_estimator, self.multi_objective_aggregation
-        if self.scale_rewards not in scales.get((estimator, aggregation), ()):
+        if self.scale_rewards not in scales.get(f"{estimator}, {aggregation}", "").split():
             yield (
                 f"--advantage-estimator {estimator}, --multi-objective-aggregation {aggregation}"
                 f" and --scale-rewards {self.scale_rewards} cannot be combined, because rloo,"

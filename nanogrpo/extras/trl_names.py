@@ -251,7 +251,6 @@ NEUTRAL = {
     "train_sampling_strategy": "random",
     "local_rank": -1,
     "vllm_model_impl": "vllm",
-    "vllm_tensor_parallel_size": 1,
 }
 
 # Names in other libraries, and arguments of TRL's trainer.

@@ -33,6 +33,7 @@ Read before: model/decoder.py. Read next: data.py (pictures in data sets).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -197,10 +198,10 @@ class VisionBody(nn.Module):
 
     # The attributes of a Body that the code for decoding text uses.
     # In text, the three axes of a position are equal.
-    embed_tokens = property(lambda self: self.language_model.embed_tokens)
-    layers = property(lambda self: self.language_model.layers)
-    norm = property(lambda self: self.language_model.norm)
-    angles = property(lambda self: self.language_model.angles)
+    embed_tokens = property(attrgetter("language_model.embed_tokens"))
+    layers = property(attrgetter("language_model.layers"))
+    norm = property(attrgetter("language_model.norm"))
+    angles = property(attrgetter("language_model.angles"))
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attend: Attend, *images: tuple[int, Images]
