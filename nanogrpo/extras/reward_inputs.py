@@ -20,11 +20,12 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from nanogrpo.engine.base import Engine, SamplingParams
+from nanogrpo.engine.base import Engine
 from nanogrpo.extras.view.tokens import pieces
 from nanogrpo.extras.wrapper import Wrapper
 from nanogrpo.feature import Feature
@@ -32,7 +33,7 @@ from nanogrpo.grpo import packing, schedule
 from nanogrpo.grpo.loss import logp_of
 from nanogrpo.rewards import plugin
 from nanogrpo.run.setup import Run
-from nanogrpo.types import Prompt, Sample
+from nanogrpo.types import Sample
 
 NAMES = {"logp", "entropy", "pieces"}
 
@@ -73,10 +74,8 @@ class InformedEngine(Wrapper):
         self.engine, self.run, self.names = engine, run, {*names} - columns
         self.texts: dict[int, str] = {}
 
-    def sample(
-        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
-    ) -> list[Sample]:
-        samples = self.engine.sample(prompts, n, params, step)
+    def sample(self, *how: Any, **more: Any) -> list[Sample]:
+        samples = self.engine.sample(*how, **more)
         for s in samples if "logp" in self.names else ():
             s.arguments["logp"] = s.logp
         for s in samples if "pieces" in self.names else ():

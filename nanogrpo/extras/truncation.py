@@ -31,7 +31,7 @@ from nanogrpo.model import head
 from nanogrpo.model.dispatch import functions_for
 from nanogrpo.model.head import PolicyOut
 from nanogrpo.run.setup import Run
-from nanogrpo.types import Prompt, Sample
+from nanogrpo.types import Sample
 
 ROWS = 128  # rows whose sets are on the device at the same time
 
@@ -104,11 +104,9 @@ class KeepingEngine(Wrapper):
         shape = engine.slots, len(engine.model.lm_head.weight)
         self.newest = torch.zeros(shape, dtype=torch.bool, device=engine.device)
 
-    def sample(
-        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
-    ) -> list[Sample]:
+    def sample(self, *how: Any, **more: Any) -> list[Sample]:
         self.sets: dict[int, list[np.ndarray]] = defaultdict(list)  # by id(sample)
-        samples = self.engine.sample(prompts, n, params, step)
+        samples = self.engine.sample(*how, **more)
         for s in samples:
             s.logp = with_sets(s.logp, self.sets[id(s)][: len(s.logp)])
         return samples

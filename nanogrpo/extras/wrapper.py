@@ -14,7 +14,9 @@ from nanogrpo.engine.base import Engine
 
 
 class Wrapper:
-    """A wrapper around another engine. Subclasses define `sample` and pass on all other calls."""
+    """A wrapper around another engine. Subclasses define `sample`, with the arguments of
+    `Engine.sample`, and pass on all other calls.
+    """
 
     engine: Engine
 

@@ -11,12 +11,12 @@ before: client.py. Read next: sync.py (the order of the requests), extras/memory
 each turn).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from nanogrpo.engine.base import Engine, SamplingParams
+from nanogrpo.engine.base import Engine
 from nanogrpo.extras.wrapper import Wrapper
-from nanogrpo.types import Prompt, Sample
+from nanogrpo.types import Sample
 from nanogrpo.vllm.client import VLLMEngine
 
 
@@ -30,10 +30,8 @@ class SleepingEngine(Wrapper):
     engine: Engine
     client: VLLMEngine
 
-    def sample(
-        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
-    ) -> list[Sample]:
+    def sample(self, *how: Any, **more: Any) -> list[Sample]:
         self.client.wake()
-        samples = self.engine.sample(prompts, n, params, step)
+        samples = self.engine.sample(*how, **more)
         self.client.sleep()
         return samples
