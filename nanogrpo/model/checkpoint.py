@@ -239,7 +239,11 @@ def write_model(
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     config = {**config, "dtype": dtype, "torch_dtype": dtype}
     config.pop("quantization_config", None)  # these weights are floats
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_json(folder / "config.json", config)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     if tokenizer:
         tokenizer.save(folder)
+
+
+def write_json(path: Path, fields: dict) -> None:
+    path.write_text(json.dumps(fields, indent=2) + "\n")

@@ -176,7 +176,7 @@ class Saver:
                         if p.is_file()
                     },
                 }
-                (folder / STATE).write_text(json.dumps(row, indent=2) + "\n")
+                checkpoint.write_json(folder / STATE, row)
                 # Even after a power cut, the log must have every step of the last checkpoint.
                 log_file = self.final.with_name("metrics.jsonl")
                 if log_file.exists():

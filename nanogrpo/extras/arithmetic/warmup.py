@@ -73,9 +73,9 @@ def write_tokenizer(folder: Path) -> Tokenizer:
         "pad_token": "<|pad|>",
         "chat_template": template,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+    checkpoint.write_json(folder / "tokenizer_config.json", config)
     ids = {"eos_token_id": vocabulary["<|end|>"], "pad_token_id": vocabulary["<|pad|>"]}
-    (folder / "generation_config.json").write_text(json.dumps(ids))
+    checkpoint.write_json(folder / "generation_config.json", ids)
     return Tokenizer(folder)
 
 

@@ -10,7 +10,6 @@ our names with a prefix and a suffix. PEFT features that we do not support are r
 message that names them. Read before: lora.py. Read next: run/state.py (when adapters are saved).
 """
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from nanogrpo.extras.lora import lora
 from nanogrpo.extras.lora.nf4 import FOUR_BITS
 from nanogrpo.extras.options import Config
 from nanogrpo.extras.sharding import compute_dtype
-from nanogrpo.model.checkpoint import copy_tensors, fill, tensors
+from nanogrpo.model.checkpoint import copy_tensors, fill, tensors, write_json
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.weights import gathered
 
@@ -149,11 +148,11 @@ def write(weights: dict[str, Tensor], folder: Path, cfg: Config, device: str = "
         "inference_mode": True,
     }
     folder.mkdir()
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    write_json(folder / CONFIG, config)
     if cfg.load_in_4bit:
         dtype = f"{compute_dtype(cfg, device)}"[6:]  # without "torch."
         how = FOUR_BITS | {"bnb_4bit_compute_dtype": dtype}
         if any(".language_model." in name for name in weights):  # the model has a vision encoder
             how["llm_int8_skip_modules"] = ["model.visual", "lm_head"]
-        (folder / QUANTIZATION).write_text(json.dumps(how, indent=2) + "\n")
+        write_json(folder / QUANTIZATION, how)
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
