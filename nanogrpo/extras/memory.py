@@ -187,6 +187,10 @@ def numbers(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
+def stored(module: nn.Module) -> int:
+    return sum(p.nbytes for p in module.parameters())
+
+
 def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
     """Return the estimate for one rank. Only shapes are needed, so the models may be on the meta
     device. `main` says whether the rank is rank 0, which stores the most.
@@ -194,7 +198,6 @@ def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
     model, world, longest_prompt = inputs.model, inputs.world, inputs.longest_prompt
     c, W, host = model.cfg, world.size, cfg.cpu_offload
     trained, n = weights.sizes(model)
-    stored = sum(p.nbytes for p in model.parameters())
     # FSDP gathers 2 bytes per number; torch 2.11 does so even for the bytes of a 4-bit matrix
     gathered, block = 2 * numbers(model), 2 * numbers(model.model.layers[0])
     root = gathered - sum(2 * numbers(each) for each in model.blocks)
@@ -217,7 +220,7 @@ def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
     reference = 4 * n // W + (gathered if whole else root) if second else 0
     dequantized = 2 * c.hidden_size * c.intermediate_size if cfg.load_in_4bit else 0
     out = [
-        Row("parameters", stored // W, host),
+        Row("parameters", stored(model) // W, host),
         Row("optimizer", moments, host),
         Row("gradients, summed before they are reduced", 4 * trained if summed else 0),
         Row("gradients", 4 * trained // W if host or not summed else 0, host),
@@ -230,14 +233,13 @@ def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
     ]
     for judge in inputs.rewards.local:
         if isinstance(judge, nn.Module):
-            size = sum(p.nbytes for p in judge.parameters())
-            out.append(Row(f"reward model {judge.__name__}", size))
+            out.append(Row(f"reward model {judge.__name__}", stored(judge)))
     for feature in inputs.features:
         for name, other in zip(*(getattr(feature, key, ()) for key in ("names", "frozen"))):
             first, *rest = other.blocks  # FSDP gathers the root and two blocks
             units = 2 * (numbers(other) - sum(map(numbers, rest)) + numbers(first))
-            size = sum(p.nbytes for p in other.parameters()) // W
-            out += [Row(f"frozen model {name}", size, host), Row(f"gathered of {name}", units)]
+            out.append(Row(f"frozen model {name}", stored(other) // W, host))
+            out.append(Row(f"gathered of {name}", units))
     if visual := getattr(model.model, "visual", None):  # all prompts could consist of pictures
         out.append(Row("pictures", T * visual.activation_bytes(2, kind)))
 
@@ -248,7 +250,7 @@ def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
     cache = Row(f"cache of {tokens:,} tokens", cached * tokens)
     if cfg.engine == "local":
         if cfg.load_in_4bit:  # the engine shares the frozen weights if they are not sharded
-            copy = 2 * trained if W == 1 and not host else stored
+            copy = 2 * trained if W == 1 and not host else stored(model)
         out += [Row("engine: weights", copy), cache]
     elif main:  # the server is a separate process; rank 0 has a copy to send
         out.append(Row("weights to be sent", copy))

@@ -468,8 +468,8 @@ class BestOptions(Core):
     )
 
     def problems(self) -> Iterator[str]:
-        every = self.save_steps % self.eval_steps if self.eval_steps else 0
-        if self.load_best_model_at_end and self.eval_steps and (not self.save_steps or every):
+        save, each = self.save_steps, self.eval_steps
+        if self.load_best_model_at_end and each and (not save or save % each):
             yield (
                 "--load-best-model-at-end compares checkpoints that were evaluated, but"
                 f" --save-steps {self.save_steps} is not a multiple of --eval-steps"

@@ -73,11 +73,8 @@ class Linear4bit(nn.Module):
                 f"--load-in-4bit needs matrices with a multiple of {BLOCK} weights, but one layer "
                 f"has {self.out_features} × {self.in_features} weights: leave the option out."
             )
-        for name, shape in (
-            ("weight", (blocks, BLOCK // 2)),
-            ("absmax", (blocks, 1)),
-            ("nested", (-(-blocks // NESTED) + 1, 4)),
-        ):
+        shapes = (blocks, BLOCK // 2), (blocks, 1), (-(-blocks // NESTED) + 1, 4)
+        for name, shape in zip(PARTS, shapes):
             empty = base.weight.new_empty(shape, dtype=torch.uint8)
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
         self.bias = base.bias
