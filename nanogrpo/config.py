@@ -345,6 +345,11 @@ class Config:
         """The value of epsilon_high, or of epsilon if epsilon_high is not set."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
+    @property
+    def chat_variables(self) -> dict[str, Any]:
+        """The variables of the chat template, for all prompts."""
+        return {"enable_thinking": self.enable_thinking, **(self.chat_template_kwargs or {})}
+
     def problems(self) -> Iterator[str]:
         """Yield a message for each broken rule that involves several options. A subclass checks the
         rules of its own options.

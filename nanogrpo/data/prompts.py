@@ -225,7 +225,7 @@ def from_record(
         )
         text = [{"role": "system", "content": system_prompt}, *text]
     prompt = Prompt(id, text, [], columns)
-    variables = {"enable_thinking": cfg.enable_thinking, **(cfg.chat_template_kwargs or {}), **own}
+    variables = cfg.chat_variables | own
 
     def tokenize() -> list[int]:
         return tokenizer.encode_prompt(prompt.text, **variables)

@@ -72,9 +72,8 @@ class Chat:
         """
         cfg, tokenizer = self.cfg, self.tokenizer
         asked = [*self.messages, {"role": "user", "content": message}]
-        variables = {"enable_thinking": cfg.enable_thinking, **(cfg.chat_template_kwargs or {})}
         prompt = asked if tokenizer.has_chat_template else message
-        ids = tokenizer.encode_prompt(prompt, **variables)
+        ids = tokenizer.encode_prompt(prompt, **cfg.chat_variables)
         room = min(cfg.max_completion_length, self.max_len - len(ids))
         if room < 1:
             raise UserError(

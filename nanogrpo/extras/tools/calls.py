@@ -83,7 +83,7 @@ class ToolCalls:
         """
         self.tokenizer, self.functions, self.environments = tokenizer, functions, environments
         self.max_iterations, self.timeout = cfg.max_tool_calling_iterations, cfg.tool_timeout
-        self.template = {"enable_thinking": cfg.enable_thinking} | (cfg.chat_template_kwargs or {})
+        self.variables = cfg.chat_variables
         # the maximum length of a prompt with an environment's observation, or None
         self.max_prompt_length: int | None = None
         # Async tools share one event loop, because an HTTP client works only on one event loop.
@@ -243,7 +243,7 @@ class ToolCalls:
     # --- the chat template ---
 
     def _render(self, messages: list[dict]) -> str:
-        return self.tokenizer.render(messages, tools=self.schemas, **self.template)
+        return self.tokenizer.render(messages, tools=self.schemas, **self.variables)
 
     def _between(self, answers: list[dict]) -> list[int]:
         """Return the ids that follow the end of the model's turn. They are the answers in the
