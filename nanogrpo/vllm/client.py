@@ -56,7 +56,7 @@ ATTEMPTS = 2
 ALONE = World(0, 1, torch.device("cpu"))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # `repr` would show the secret
 class VLLMEngine:
     """An engine (engine/base.py) that samples from vLLM servers and sends them the weights."""
 

@@ -59,6 +59,7 @@ class ServerLost(UserError):
     """No server is left after all retries. The loop saves a checkpoint and stops."""
 
 
+@dataclass(eq=False, repr=False)  # `repr` would show the secret
 class Server:
     """An HTTP client of one server, and the server's state. Requests are thread-safe.
 
@@ -66,31 +67,30 @@ class Server:
     we started it.
     """
 
-    def __init__(
-        self,
-        url: str,
-        secret: str = "",
-        timeout: float = 60.0,
-        sidecar: "Sidecar | None" = None,
-    ):
-        parts = re.fullmatch(r"(https?://)?([\w.-]+|\[[\w:.%]+\]):(\d{1,5})/?", url)
+    url: str
+    secret: str = ""
+    timeout: float = 60.0  # seconds for every request except sampling
+    sidecar: "Sidecar | None" = None
+    # State, set by client.py and sync.py:
+    alive = False  # whether the server is connected, has current weights and gets requests
+    answers = True  # whether the server answered the last heartbeat
+    version = -1  # version of the weights that the server received last
+    problem: Exception | None = None  # why it was lost
+    # the connection for weights, if these are broadcast
+    group: BroadcastGroup | None = None
+
+    def __post_init__(self) -> None:
+        parts = re.fullmatch(r"(https?://)?([\w.-]+|\[[\w:.%]+\]):(\d{1,5})/?", self.url)
         if parts is None:
-            raise UserError(f"--server {url} is not an address; write it as http://127.0.0.1:8000.")
+            raise UserError(
+                f"--server {self.url} is not an address; write it as http://127.0.0.1:8000."
+            )
         scheme, host, port = parts.groups("http://")
         self.url, self.host, self.port = f"{scheme}{host}:{port}", host.strip("[]"), int(port)
         secure = http.client.HTTPSConnection
         self.kind = secure if scheme == "https://" else http.client.HTTPConnection
-        secret = secret or os.environ.get(SECRET, "")
-        self.timeout = timeout  # seconds for every request except sampling
-        self.sidecar = sidecar
+        secret = self.secret or os.environ.get(SECRET, "")
         self.headers = {"Content-Type": "application/json", "Authorization": f"Bearer {secret}"}
-        # State, set by client.py and sync.py:
-        self.alive = False  # whether the server is connected, has current weights and gets requests
-        self.answers = True  # whether the server answered the last heartbeat
-        self.version = -1  # version of the weights that the server received last
-        self.problem: Exception | None = None  # why it was lost
-        # the connection for weights, if these are broadcast
-        self.group: BroadcastGroup | None = None
         self.open: set[http.client.HTTPConnection] = set()  # with requests in progress
         self.lock = threading.Lock()
 
