@@ -94,8 +94,7 @@ class Tools(Feature):
     def wrap(self, engine: Engine, run: Run) -> Engine:
         # Every tool call has a time limit, but all calls together may exceed the ranks' timeout.
         world = run.world.patient() if self.calls and self.cfg.tool_timeout else run.world
-        function = self.rollout or self.calls
-        assert function is not None
+        function: Any = self.rollout or self.calls
         return TurnsEngine(engine, function, run.tokenizer, run.model.cfg.vocab_size, world.gather)
 
     def metrics(self, run: Run, samples: list[Sample]) -> dict[str, float]:
