@@ -9,7 +9,6 @@ tests/engine/test_local.py, which has 6, too. 12 is in tests/grpo/test_trl_parit
 runs of 9 are in tests/run/test_state.py. Read it next.
 """
 
-import dataclasses
 import random
 from pathlib import Path
 
@@ -18,13 +17,10 @@ import torch
 
 import train
 from nanogrpo import Config
-from nanogrpo.distributed import fsdp
-from nanogrpo.distributed.world import World
 from nanogrpo.extras.arithmetic import warmup
 from nanogrpo.extras.entropy import Entropy
 from nanogrpo.extras.objectives import Objectives
-from nanogrpo.grpo import advantages, schedule
-from nanogrpo.grpo import loss as grpo
+from nanogrpo.grpo import advantages
 from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.types import Prompt, Sample
@@ -40,50 +36,12 @@ from tests.conftest import (
     write_rows,
 )
 
-ALONE = World(rank=0, size=1, device=torch.device("cpu"))
-LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo"]
-
 
 def config(**options) -> Config:
     return Config(model="-", data=("-",), max_completion_length=20, **options)
 
 
-def gradient(model: Decoder, samples: list[Sample], cfg: Config) -> tuple[float, torch.Tensor, int]:
-    """Return loss and flat gradient of one optimizer step, and its number of micro-batches."""
-    model.zero_grad(set_to_none=True)
-    batches = packed(samples, cfg)
-    loss = 0.0
-    for batch in batches:
-        out = model.forward_strip(batch, grpo.objective(batch, cfg, [Objectives(cfg)]))
-        fsdp.backward(model, out.loss, ALONE, last=batch is batches[-1])
-        loss += out.loss.item()
-    return loss, torch.cat([p.grad.flatten() for p in model.parameters()]), len(batches)
-
-
 # --- completions without a signal ---
-
-
-EVERY_LOSS = [
-    *({"loss_type": name} for name in (*LOSSES, "luspo", "cispo", "sapo", "vespo", "dppo_kl")),
-    {"importance_sampling_level": "sequence"},
-    {"off_policy_mask_threshold": 0.1},
-    {"mask_truncated_completions": True},
-]
-
-
-@pytest.mark.parametrize("options", EVERY_LOSS, ids=lambda o: "-".join(map(str, o.values())))
-def test_leaving_out_completions_with_an_advantage_of_0_keeps_the_gradient(options, monkeypatch):
-    model, samples = tiny_model(), random_samples()
-    for s in samples[::2]:
-        s.advantage = 0.0
-    cfg = config(token_budget=60, **options)
-    loss, some, n = gradient(model, samples, cfg)
-    assert {i for b in packed(samples, cfg) for i in b.sample.tolist()} <= set(range(1, 12, 2))
-    monkeypatch.setattr(schedule, "has_gradient", lambda *_: True)
-    full_loss, full, full_n = gradient(model, samples, cfg)
-    assert full_n > n
-    assert full_loss == pytest.approx(loss, rel=1e-6, abs=1e-8)
-    assert (some - full).norm() <= 1e-6 * full.norm()
 
 
 def test_a_loss_with_other_terms_leaves_nothing_out():
@@ -98,17 +56,6 @@ def test_a_loss_with_other_terms_leaves_nothing_out():
     ):
         found = {i for b in packed(samples, cfg, feature.all_gradients) for i in b.sample.tolist()}
         assert found == set(range(12))
-
-
-@pytest.mark.parametrize("changes", [{"advantage": 0.0}, {"stopped": False}], ids=str)
-def test_without_any_signal_the_optimizer_gets_a_gradient_of_0(changes):
-    model = tiny_model()
-    samples = [dataclasses.replace(s, **changes) for s in random_samples()]
-    loss, flat, n = gradient(
-        model, samples, config(mask_truncated_completions="stopped" in changes)
-    )
-    assert (loss, n) == (0.0, 1)
-    assert not flat.any()
 
 
 # --- 2: a sample's log-probs do not depend on other samples ---

@@ -38,6 +38,7 @@ def test_equal_groups_are_replaced(rewarded):
     on, *_ = rewarded("some", "--max-resample-times 5", folder="on")
     assert "resampled_groups" not in off
     assert on["frac_reward_zero_std"] < off["frac_reward_zero_std"]
+    assert on["frac_tokens_skipped"] < off["frac_tokens_skipped"] < 1
     assert on["resampled_groups"] >= 4 * off["frac_reward_zero_std"] > 0
 
 

@@ -1,5 +1,5 @@
-"""Completions in several turns: which tokens the model wrote, and which are trained on. A single
-turn equals the engine without turns.
+"""Completions in several turns: which tokens the model wrote. A single turn equals the engine
+without turns.
 
 Read next: nanogrpo/extras/tools/turns.py, tests/grpo/test_packing.py.
 """
@@ -11,16 +11,14 @@ import pytest
 import torch
 
 import train
-from nanogrpo import Config
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.engine.local import LocalEngine
 from nanogrpo.errors import UserError
 from nanogrpo.extras.tools.turns import TurnsEngine
-from nanogrpo.grpo import loss as grpo
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.rewards import plugin
 from nanogrpo.types import Prompt
-from tests.conftest import SOLO, logp_alone, packed, tiny_model
+from tests.conftest import SOLO, logp_alone, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -103,31 +101,6 @@ def test_a_completion_continues_its_own_prompt_whichever_samples_are_passed(toke
     ):
         logp = logp_alone(model, s)
         torch.testing.assert_close(logp, torch.tensor(s.logp), rtol=0, atol=1e-5)
-
-
-# --- training ---
-
-
-def test_the_gradient_equals_that_of_a_masked_sequence(tokenizer):
-    """Compared with autograd over the full sequence, with the answers' losses masked by hand."""
-    samples = engine_of(tokenizer, ask_and_answer).sample(PROMPTS, 4, PARAMS, step=0)
-    assert any(not all(s.is_model_token) for s in samples)
-    cfg = Config(num_generations=4, generation_batch_size=12, loss_type="grpo")
-    for i, s in enumerate(samples):
-        s.advantage = (-1.0) ** i * (1 + i / 7)
-    model = tiny_model(vocab_size=tokenizer.vocab_size)
-
-    for batch in packed(samples, cfg):
-        model.forward_strip(batch, grpo.objective(batch, cfg)).loss.backward()
-    ours = {n: p.grad.clone() for n, p in model.named_parameters()}
-    model.zero_grad()
-
-    for s in samples:
-        logp = logp_alone(model, s)
-        own = torch.tensor(s.is_model_token)
-        (-(s.advantage * logp * own).sum() / own.sum() / len(samples)).backward()
-    for n, p in model.named_parameters():
-        torch.testing.assert_close(ours[n], p.grad, rtol=2e-4, atol=2e-6)
 
 
 # --- bad functions ---

@@ -1,7 +1,7 @@
 """Packing: which rank computes which samples, strips within a budget, shared prompts, and every
 vector of a strip (the basis of invariants 1 and 5).
 
-Read next: tests/test_invariants.py, which compares packed and unpacked gradients.
+Read next: test_objectives.py, which compares the gradients of any micro-batches.
 """
 
 import dataclasses
@@ -27,7 +27,9 @@ def config(**options) -> Config:
 
 @st.composite
 def sample_lists(draw) -> list[Sample]:
-    """Up to twelve samples of up to four prompts. All tokens differ, so no misplaced one hides."""
+    """Up to twelve samples of up to four prompts, some of them with inserted tokens, such as the
+    answers of tools. All tokens differ, so no misplaced one hides.
+    """
     fresh = iter(range(10_000))
     prompts = [
         Prompt(10 + i, "", [next(fresh) for _ in range(draw(st.integers(1, 9)))]) for i in range(4)
@@ -38,17 +40,11 @@ def sample_lists(draw) -> list[Sample]:
         prompt = prompts[draw(st.integers(0, 3))]
         logp = [-float(draw(st.integers(0, 50))) for _ in range(c)]
         ids = [next(fresh) for _ in range(c)]
-        out.append(
-            Sample(
-                prompt,
-                0,
-                ids,
-                logp,
-                draw(st.booleans()),
-                [0] * c,
-                advantage=draw(st.sampled_from([-1.0, 0.0, 2.0])),
-            )
-        )
+        sample = Sample(prompt, 0, ids, logp, draw(st.booleans()), [0] * c)
+        sample.advantage = draw(st.sampled_from([-1.0, 0.0, 2.0]))
+        if draw(st.booleans()):
+            sample.is_model_token = draw(st.lists(st.booleans(), min_size=c, max_size=c))
+        out.append(sample)
     return out
 
 
@@ -68,9 +64,9 @@ def computed(samples: list[Sample], cfg: Config) -> list[int]:
     """Return the samples that a plan must contain: those with an advantage, or else the smallest,
     and with a KL all of them.
     """
-    able = [i for i, s in enumerate(samples) if s.token_ids and grpo.is_trained(s, cfg)]
+    able = [i for i, s in enumerate(samples) if s.facts.length and grpo.is_trained(s, cfg)]
     some = [i for i in able if samples[i].advantage or cfg.beta]
-    size = [len(s.prompt.token_ids) + len(s.token_ids) for s in samples]
+    size = [s.facts.prompt_length + s.facts.end for s in samples]
     return some or [min(able, key=size.__getitem__)] if able else []
 
 
@@ -121,7 +117,7 @@ def test_every_vector_of_a_strip_is_correct(samples, budget, world, masked, loss
     options = {"mask_truncated_completions": masked, "loss_type": loss_type, "share_prompts": share}
     cfg = config(token_budget=budget, max_completion_length=9, **options)
     known = [s.facts for s in samples]
-    n_tokens = sum(len(s.token_ids) for s in samples if s.stopped or not masked)
+    n_tokens = sum(s.facts.length for s in samples if s.stopped or not masked)
     update = schedule.plan(list(range(len(samples))), known, cfg, world)
     assert update.n_tokens == n_tokens
     seen = []
@@ -167,19 +163,17 @@ def test_every_vector_of_a_strip_is_correct(samples, budget, world, masked, loss
             for i in b.sample.unique().tolist():
                 s, mine = samples[i], b.sample == i
                 assert s.stopped or not masked
-                whole = s.prompt.token_ids + s.token_ids
-                for t, (row, target) in enumerate(
-                    zip(b.rows[mine].tolist(), b.targets[mine].tolist())
+                whole, own = s.prompt.token_ids + s.token_ids, s.model_token_indices
+                for t, row, target in zip(
+                    own, b.rows[mine].tolist(), b.targets[mine].tolist(), strict=True
                 ):
                     # exactly the tokens before the target
                     assert sees[row] == whole[: len(s.prompt.token_ids) + t]
                     assert target == s.token_ids[t]
-                assert b.sampling_logp[mine].tolist() == s.logp
+                assert b.sampling_logp[mine].tolist() == [s.logp[t] for t in own]
                 assert set(b.advantage[mine].tolist()) == {s.advantage}
-                expected = token_weight(len(s.token_ids), len(samples), n_tokens, cfg)
-                assert b.weight[mine].tolist() == pytest.approx(
-                    [expected] * len(s.token_ids), rel=1e-6
-                )
+                expected = token_weight(len(own), len(samples), n_tokens, cfg)
+                assert b.weight[mine].tolist() == pytest.approx([expected] * len(own), rel=1e-6)
                 seen.append(i)
     assert sorted(seen) == computed(samples, cfg)
 
@@ -239,17 +233,12 @@ def test_a_schedule_changes_with_the_step_and_the_seed():
     assert order(cfg, 0) != order(cfg, 1) != order(dataclasses.replace(cfg, seed=1), 1)
 
 
-def uneven(P: int, G: int = 8, prompt: int = 32, longest: int = 192, seed: int = 0) -> list[Facts]:
-    """Completions of exponential lengths with a mean of about a third of the longest."""
-    draws = torch.empty(P * G).exponential_(
-        3 / longest, generator=torch.Generator().manual_seed(seed)
-    )
-    return [size(i // G, prompt, int(n)) for i, n in enumerate(draws.ceil().clamp(1, longest))]
-
-
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_uneven_lengths_are_spread_evenly_and_cost_no_extra_tokens(world):
-    sizes = uneven(P=8 * world)
+    """Of exponential lengths with a mean of about a third of the longest."""
+    g = torch.Generator().manual_seed(0)
+    draws = torch.empty(8 * 8 * world).exponential_(1 / 64, generator=g).ceil().clamp(1, 192)
+    sizes = [size(i // 8, 32, int(n)) for i, n in enumerate(draws)]
     cfg = config(token_budget=2048)
     ranks = schedule.plan(list(range(len(sizes))), sizes, cfg, world, pair_cost=1e-3).strips
     needed = sum(s.end - 1 for s in sizes) + 8 * world * 32  # every prompt once

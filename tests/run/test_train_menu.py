@@ -74,13 +74,3 @@ def test_some_run_uses_every_option():
             for words in (f"--{name}", f"--no-{name}", f"{name.replace('-', '_')}=", f'"{name}"')
         )
     ] == []
-
-
-def test_sequence_ratios_and_a_mask_that_keeps_all_change_no_gradient_on_policy(rows_of):
-    """On policy, the ratio of a sequence is 1 too, so only the last bits may differ."""
-    plain = rows_of()
-    assert any(0 < row["frac_tokens_skipped"] < 1 for row in plain)
-    for options in ("--importance-sampling-level sequence", "--off-policy-mask-threshold 100"):
-        for a, b in zip(plain, rows_of(options, folder=options), strict=True):
-            assert a["loss"] == pytest.approx(b["loss"], rel=1e-4, abs=1e-6)
-            assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
