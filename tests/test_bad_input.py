@@ -1,8 +1,8 @@
-"""Tests of a user's mistakes in the model and the output folder: exit status 2, one
-sentence on stderr that names the problem, no traceback, and nothing lost.
+"""Tests of a user's mistakes in the model's folder: exit status 2, one sentence on stderr that
+names the problem, and no traceback.
 
-Mistakes in the options are in test_mistakes.py, damage at random in test_mutations.py. Read next:
-run/test_train.py, where runs succeed.
+Mistakes in the options are in test_mistakes.py, in the output folder in run/test_output.py, damage
+at random in test_mutations.py. Read next: run/test_train.py, where runs succeed.
 """
 
 import json
@@ -77,20 +77,11 @@ def in_its_place(name: str, target: str):
     return damage
 
 
-def shard(missing: bool = False, index: str | None = None):
-    """Write the weights as two files and an index. A file may be missing, or the index wrong."""
+def index(text: str):
+    """Write an index, and rename the file of weights to a.safetensors."""
 
     def damage(folder: Path) -> None:
-        tensors = load_file(folder / "model.safetensors")
-        (folder / "model.safetensors").unlink()
-        names = sorted(tensors)
-        parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-        for file, part in parts.items():
-            if not (missing and file == "b.safetensors"):
-                save_file({n: tensors[n] for n in part}, folder / file)
-        text = index or json.dumps(
-            {"weight_map": {n: file for file, part in parts.items() for n in part}}
-        )
+        (folder / "model.safetensors").rename(folder / "a.safetensors")
         (folder / "model.safetensors.index.json").write_text(text)
 
     return damage
@@ -217,11 +208,11 @@ MODELS = {
         r"the tensor model\.extra does not belong to this architecture",
     ),
     "missing shard": (
-        shard(missing=True),
+        index('{"weight_map": {"model.norm": "a.safetensors", "lm_head": "b.safetensors"}}'),
         r"base/b\.safetensors cannot be read",
     ),
     "index without a map": (
-        shard(index="{}"),
+        index("{}"),
         r"model\.safetensors\.index\.json has no weight_map",
     ),
     "a tokenizer with more ids": (
@@ -253,14 +244,6 @@ def test_a_bad_model_folder(name, base, tmp_path, capsys):
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_the_folders_are_good_before_the_damage(base, tmp_path):
-    """Train from the folder with one file of weights, and with two shards."""
-    argv = [*RUN, "--model", str(base), "--generation-batch-size", "8", "--output-dir"]
-    assert train.main([*argv, str(tmp_path / "whole")]) == 0
-    shard()(base)
-    assert train.main([*argv, str(tmp_path / "sharded")]) == 0
-
-
 # --- the options ---
 
 
@@ -277,30 +260,3 @@ def test_a_separate_process_prints_one_sentence_and_exits_with_2(tmp_path):
     done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"error: --model \S+none: there is no such folder.*\n", done.stderr)
-
-
-# --- the output folder ---
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoint-5"])
-def test_an_output_folder_with_another_run(name, base, tmp_path, capsys):
-    run = tmp_path / "run"
-    run.mkdir()
-    if name == "metrics.jsonl":
-        (run / name).write_text("theirs")
-    else:
-        (run / name).mkdir()
-    before = sorted(tmp_path.rglob("*"))
-    assert error_of(capsys, base, out=run) == (
-        f"--output-dir {run} already holds a run: continue it with --resume, choose another folder,"
-        " or remove it with --overwrite-output-dir."
-    )
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.parametrize("place", ["/proc/run", "{}/file", "{}/file/run"])
-def test_an_output_folder_that_is_not_writable(place, base, tmp_path, capsys):
-    (tmp_path / "file").write_text("theirs")
-    message = error_of(capsys, base, out=Path(place.format(tmp_path)))
-    assert re.search(r"--output-dir \S+ cannot be written \(.+\): choose another folder", message)
-    assert (tmp_path / "file").read_text() == "theirs"

@@ -60,10 +60,6 @@ def test_help_shows_every_option_with_its_text_and_default(capsys):
     assert text.count("(default:True)") == sum(f.default is True for f in FIELDS.values())
 
 
-def test_no_arguments_give_the_defaults():
-    assert parse([]) == Config()
-
-
 def other_value(name: str):
     """Return a valid value of the field's type that is not its default."""
     f = FIELDS[name]

@@ -89,17 +89,10 @@ def test_it_writes_every_completion_and_the_same_numbers_as_training(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--learning-rate", "1"], "--learning-rate is not an option"),
-        (["--data", "nope.jsonl"], "nope.jsonl"),
-    ],
-)
-def test_a_mistake_is_one_sentence(tiny_base, data, tmp_path, capsys, more, message):
-    assert commands.main(["eval", *options(tiny_base, data, tmp_path / "eval", *more)]) == 2
-    error = capsys.readouterr().err
-    assert message in error
+def test_an_option_of_training_is_not_one_of_evaluations(tiny_base, data, tmp_path, capsys):
+    argv = options(tiny_base, data, tmp_path / "eval", "--learning-rate", "1")
+    assert commands.main(["eval", *argv]) == 2
+    assert "--learning-rate is not an option" in capsys.readouterr().err
 
 
 def test_an_earlier_evaluation_is_kept(tiny_base, data, tmp_path, capsys, monkeypatch):

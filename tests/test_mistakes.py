@@ -1,9 +1,9 @@
 """A user's mistake on the command line ends a run with one sentence, exit status 2, and nothing
 written: one row per mistake.
 
-FILES is a folder with data and rewards (conftest.files). Mistakes in a model's folder and in the
-output folder are in test_bad_input.py; values of the wrong type or outside their range in
-test_config.py. Read next: tests/configurations.py.
+FILES is a folder with data and rewards (conftest.files). Mistakes in a model's folder are in
+test_bad_input.py, in the output folder in run/test_output.py; values of the wrong type or outside
+their range in test_config.py. Read next: tests/configurations.py.
 """
 
 import pytest

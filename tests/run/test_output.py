@@ -93,15 +93,29 @@ def test_overwriting_never_removes_an_input(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("", "Is a directory"), ("x" * 256, "File name too long")]
+    ("name", "problem"),
+    [
+        *((name, "already holds a run: continue it with --resume, choose") for name in "ab"),
+        ("locked", r"cannot be written \(Is a directory\): choose another folder"),
+        ("file", r"cannot be written \(File exists\): choose"),
+        ("file/run", r"cannot be written \(Not a directory\): choose"),
+        ("/proc/run", r"cannot be written \(No such file or directory\): choose"),
+        ("x" * 256, r"cannot be written \(File name too long\): choose"),
+    ],
 )
-def test_a_folder_that_cannot_be_written_is_named(tmp_path, name, reason):
-    (tmp_path / ".lock").mkdir()
+def test_a_folder_that_cannot_be_used_is_named_and_stays_as_it_is(tmp_path, name, problem):
+    for theirs in ("a", "b/checkpoint-5", "locked/.lock"):
+        (tmp_path / theirs).mkdir(parents=True)
+    for theirs in ("a/metrics.jsonl", "file"):
+        (tmp_path / theirs).write_text("theirs")
+    before, folder = sorted(tmp_path.rglob("*")), tmp_path / name
     with (
-        pytest.raises(UserError, match=rf"cannot be written \({reason}\): choose another fol"),
-        output.claimed(Config(output_dir=str(tmp_path / name)), SOLO),
+        pytest.raises(UserError, match=f"^--output-dir {folder} {problem}"),
+        output.claimed(Config(output_dir=str(folder)), SOLO),
     ):
         pass
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "file").read_text() == "theirs"
 
 
 def test_a_thread_of_the_same_process_is_refused_too(tmp_path):

@@ -18,7 +18,7 @@ from bench import predict
 from examples.recipes import distill
 from nanogrpo import Config
 from nanogrpo.extras import memory
-from nanogrpo.extras.reference import FrozenModels, update
+from nanogrpo.extras.reference import FrozenModels
 from nanogrpo.logs.files import checkpoints
 from nanogrpo.model import checkpoint
 from tests.conftest import (
@@ -37,20 +37,6 @@ RUN = (
 )
 
 
-def test_two_updates_in_closed_form():
-    """Every weight is ref₂ = a·p₂ + (1-a)·(a·p₁ + (1-a)·p₀), even tied and one-dimensional ones."""
-    models = [tiny_model(seed=s, tie_word_embeddings=True).requires_grad_(False) for s in range(3)]
-    reference, first, second = (dict(m.named_parameters()) for m in models)
-    start = {n: p.clone() for n, p in reference.items()}
-    policy = {n: p.clone() for n, p in first.items()}
-    for model in models[1:]:
-        update(models[0], model, 0.3)
-    for name, p in reference.items():
-        expected = 0.3 * second[name] + 0.7 * (0.3 * first[name] + 0.7 * start[name])
-        torch.testing.assert_close(p, expected, rtol=1e-6, atol=1e-7)
-        assert torch.equal(first[name], policy[name])  # the policy is unchanged
-
-
 def reference_of(output: Path, base: Path) -> dict[str, torch.Tensor]:
     """Return the full reference in the last checkpoint."""
     model = checkpoint.load_model(base)
@@ -60,6 +46,9 @@ def reference_of(output: Path, base: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_run_updates_its_reference_every_so_many_steps(files, tmp_path):
+    """Every weight becomes ref₂ = a·p₂ + (1-a)·(a·p₁ + (1-a)·p₀), even tied and one-dimensional
+    ones.
+    """
     base = write_base(tmp_path / "base", tie_word_embeddings=True)
     mixed, fixed = tmp_path / "mixed", tmp_path / "fixed"
     options = f"{RUN} 5".split()
@@ -103,7 +92,7 @@ def test_the_kl_to_another_reference_distills_it_without_rewards(rows_of, tmp_pa
     assert sum(kl[-5:]) < 0.7 * sum(kl[:5])
 
 
-def test_the_estimate_of_the_memory_counts_frozen_models_and_no_copy_of_the_model(tmp_path):
+def test_the_estimate_of_the_memory_counts_frozen_models_and_no_copy_of_the_model():
     model = tiny_model(num_hidden_layers=4)
     inputs, cfg = predict.inputs(model, SOLO, 10), Config(beta=0.1, ref_model="t")
     other = FrozenModels("--ref-model", ["t"])
@@ -144,7 +133,7 @@ def test_frozen_models_must_fit(program, change, problem, tiny_base, files, tmp_
     assert not problem or problem in one_sentence(capsys)
 
 
-def test_a_resumed_run_notices_that_its_reference_has_changed(rows_of, tmp_path, capsys, files):
+def test_a_resumed_run_notices_that_its_reference_has_changed(rows_of, tmp_path, capsys):
     other = str(write_base(tmp_path / "other", seed=1))
     rows_of("--beta 1 --max-steps 1 --ref-model", other, folder="run")
     write_base(tmp_path / "other", seed=2)

@@ -125,35 +125,22 @@ def test_the_base_loads_in_transformers(base):
     assert ours.decode(ours.encode(completion)) == completion
 
 
-def another_model(folder):
-    (folder / warmup.MARK).unlink()
-
-
-def a_run_inside(folder):
-    (folder / "first").mkdir()
-
-
 @pytest.mark.parametrize(
-    ("change", "linked"),
+    ("given", "names"),
     [
-        (another_model, False),
-        (a_run_inside, True),
+        ("models", ["config.json", "model.safetensors"]),  # another model
+        ("link", ["config.json", warmup.MARK, "first", "model.safetensors"]),  # a run inside
     ],
 )
-def test_other_files_are_never_overwritten(tmp_path, capsys, change, linked):
+def test_other_files_are_never_overwritten(tmp_path, capsys, given, names):
     folder = tmp_path / "models"
-    folder.mkdir()
-    names = ["config.json", "model.safetensors", warmup.MARK]
     for name in names:
-        (folder / name).write_text(json.dumps({"seed": 0, "steps": 600}))
-    change(folder)
-    before = sorted(path.name for path in folder.iterdir())
+        (folder / name).mkdir(parents=True)
     (tmp_path / "link").symlink_to(folder)
-    assert commands.main(["warmup", str(tmp_path / "link" if linked else folder)]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert re.match(rf"error: {folder}.* holds other files.*: choose another folder\.", lines[0])
-    assert sorted(path.name for path in folder.iterdir()) == before
+    assert commands.main(["warmup", str(tmp_path / given)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(rf"error: {folder}.* holds other files.*: choose another folder\.", line)
+    assert {path.name for path in folder.iterdir()} == {*names}
 
 
 def test_a_file_in_the_way_is_reported_in_one_sentence(tmp_path, capsys):
