@@ -50,8 +50,6 @@ class Row:
     ranks: bool = True
     # largest difference of two ranks from one, relative to the larger of 1 and the value
     tolerance: float = 1e-5
-    # metrics that depend on the number of ranks
-    differs: tuple[str, ...] = ()
     # a package that must be installed
     needs: str = ""
 

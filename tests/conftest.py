@@ -139,16 +139,14 @@ def random_tokens(n: int, vocab_size: int = 151, seed: int = 0) -> torch.Tensor:
     return torch.randint(vocab_size, (n,), generator=torch.Generator().manual_seed(seed))
 
 
-def positions_of(
-    lengths: Sequence[int], device: str = "cpu"
-) -> tuple[torch.Tensor, StripAttention]:
+def positions_of(lengths: Sequence[int]) -> tuple[torch.Tensor, StripAttention]:
     """Return the positions [T] of sequences laid end to end, and their attention.
 
     >>> positions, attend = positions_of([3, 2])        # positions 0 1 2 0 1
     >>> model(tokens, positions, attend)                # logits [5, V]
     """
-    positions = torch.cat([torch.arange(n) for n in lengths]).to(device)  # [T]
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)  # [N+1]
+    positions = torch.cat([torch.arange(n) for n in lengths])  # [T]
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()  # [N+1]
     return positions, StripAttention(cu_seqlens, max(lengths))
 
 

@@ -157,8 +157,8 @@ def torchrun(*script: str, **env: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
 
-def until(true: Callable[[], object], seconds: float = PATIENCE) -> None:
-    deadline = time.monotonic() + seconds
+def until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE
     while not true():
         assert time.monotonic() < deadline, "the condition did not become true in time"
         threading.Event().wait(0.02)

@@ -41,7 +41,7 @@ ALL = names(trl.GRPOConfig, trl.ModelConfig, GRPOScriptArguments, DatasetMixture
 ADDED = names(trl.GRPOConfig) - names(transformers.TrainingArguments)
 
 
-def run(capsys, caplog, *argv: str) -> tuple[Config, list[str]]:
+def run(caplog, *argv: str) -> tuple[Config, list[str]]:
     """Return the options of a command line, and what was logged about it."""
     caplog.clear()
     with caplog.at_level(logging.INFO, "nanogrpo"):
@@ -165,11 +165,10 @@ def test_defaults_are_those_of_trl_unless_the_table_says_otherwise():
         ("--logging_steps 1 --dataloader_num_workers 4 --report_to none", ""),
     ],
 )
-def test_trls_words_are_understood(capsys, caplog, argv, expected):
-    cfg, _ = run(capsys, caplog, *argv.split())
+def test_trls_words_are_understood(argv, expected):
     changed = {
         name: " ".join(value) if isinstance(value, tuple) else str(value)
-        for name, value in dataclasses.asdict(cfg).items()
+        for name, value in dataclasses.asdict(parse(argv.split())).items()
         if value != OURS[name]
     }
     wanted = dict(pair.split("=", 1) for pair in expected.split())
@@ -183,9 +182,9 @@ def test_the_steps_of_a_profile_are_enough_for_an_eval_strategy():
     assert parse(["--profile", "debug", "--eval_strategy", "steps"]).eval_steps == 2
 
 
-def test_one_table_says_what_became_of_trls_options(capsys, caplog):
+def test_one_table_says_what_became_of_trls_options(caplog):
     argv = "--use_vllm --model_name_or_path m --scale_rewards False --logging_steps 1 --beta 1"
-    _, (table,) = run(capsys, caplog, *argv.split())
+    _, (table,) = run(caplog, *argv.split())
     title, *rows = table.splitlines()
     assert title == "TRL's options became:"
     assert sorted(tuple(re.split("  +", row.strip())) for row in rows) == [
@@ -194,7 +193,7 @@ def test_one_table_says_what_became_of_trls_options(capsys, caplog):
         ("--scale-rewards False", "--scale-rewards none"),
         ("--use-vllm", "--engine vllm"),
     ]
-    assert run(capsys, caplog, "--beta", "1")[1] == []
+    assert run(caplog, "--beta", "1")[1] == []
 
 
 @pytest.mark.parametrize("processes", [1, 4])
@@ -218,14 +217,14 @@ def test_one_table_says_what_became_of_trls_options(capsys, caplog):
         },
     ],
 )
-def test_the_batch_is_that_of_trl(capsys, caplog, monkeypatch, theirs, processes):
+def test_the_batch_is_that_of_trl(monkeypatch, theirs, processes):
     """TRL itself computes the completions of a generation and of an optimizer step."""
     monkeypatch.setattr(trl.GRPOConfig, "world_size", property(lambda self: processes))
     args = trl.GRPOConfig(output_dir="-", use_cpu=True, bf16=False, num_generations=2, **theirs)
     updates = args.steps_per_generation // args.gradient_accumulation_steps
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     argv = [word for name, value in theirs.items() for word in (f"--{name}", str(value))]
-    cfg, _ = run(capsys, caplog, *argv)
+    cfg = parse(argv)
     expected = args.generation_batch_size, updates
     assert (cfg.generation_batch_size, cfg.steps_per_generation) == expected
     if processes == 1:  # a GRPOConfig of several processes needs torchrun
@@ -492,9 +491,9 @@ deepspeed: null
 """
 
 
-def test_a_yaml_file_of_trl_is_understood(capsys, caplog, tmp_path):
+def test_a_yaml_file_of_trl_is_understood(tmp_path):
     (tmp_path / "grpo.yaml").write_text(YAML)
-    cfg, _ = run(capsys, caplog, "--config", str(tmp_path / "grpo.yaml"), "--learning_rate", "2e-6")
+    cfg = parse(["--config", str(tmp_path / "grpo.yaml"), "--learning_rate", "2e-6"])
     cfg.validate()
     expected = Config(
         model="Qwen/Qwen3-0.6B",
@@ -516,9 +515,9 @@ def test_a_yaml_file_of_trl_is_understood(capsys, caplog, tmp_path):
     assert cfg == expected
 
 
-def test_null_stands_for_the_default_and_is_not_mentioned(capsys, caplog, tmp_path):
+def test_null_stands_for_the_default_and_is_not_mentioned(caplog, tmp_path):
     (tmp_path / "nulls.yaml").write_text("".join(f"{name}: null\n" for name in sorted(ALL)))
-    assert run(capsys, caplog, "--config", str(tmp_path / "nulls.yaml")) == (Config(), [])
+    assert run(caplog, "--config", str(tmp_path / "nulls.yaml")) == (Config(), [])
 
 
 def test_the_last_layer_that_says_how_long_to_train_decides(tmp_path):

@@ -61,7 +61,6 @@ class Scripted:
 
     def __init__(self, tokenizer: Tokenizer, conversations: Sequence[Sequence[str]]):
         self.tokenizer, self.conversations = tokenizer, conversations
-        self.requests: list[int] = []  # number of prompts in each
 
     def turn(self, ids: list[int], index: int, room: int) -> list[int]:
         """Return the next turn after a prompt and, except in the first turn, a completion."""
@@ -73,7 +72,6 @@ class Scripted:
         raise AssertionError(f"no conversation continues {text!r}")
 
     def sample(self, prompts, n, params, step):
-        self.requests.append(len(prompts))
         out = []
         for p in prompts:
             for i in range(n):

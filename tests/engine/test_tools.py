@@ -372,17 +372,13 @@ STEPS = [
 ]
 
 
-def environment_of(sample):
-    return sample.arguments["environments"]
-
-
 def test_each_sample_has_an_environment_of_its_own_that_is_reset(tokenizer):
     tools = calls_of(tokenizer, add, environment=Counter)
     assert tools.names == ["add", "step"]
     made = []
     for _ in range(2):
         samples = converse(tools, STEPS, columns=[{"goal": 2}, {"goal": 4}])
-        used = list(map(environment_of, samples))
+        used = [s.arguments["environments"] for s in samples]
         assert [e.total for e in used] == [0, 2, 4] * 2
         assert [e.goal for e in used] == [2] * 3 + [4] * 3
         assert used[0].row == {"prompt": [{"role": "user", "content": "6 times 7?"}]}

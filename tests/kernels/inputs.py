@@ -75,12 +75,12 @@ def placed(z, wide):
 
 
 @contextlib.contextmanager
-def small_blocks(lanes=4, block=32):
+def small_blocks(lanes=4):
     """Make blocks so small that a row of 100 logits has many of them."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (log_softmax, fused_rows):
             patch.setattr(module, "LANES", lanes)
-        patch.setattr(log_softmax, "BLOCK", block)
+        patch.setattr(log_softmax, "BLOCK", 32)
         yield
 
 

@@ -32,7 +32,6 @@ from nanogrpo.extras import one_gpu
 from nanogrpo.kernels import reference
 from nanogrpo.model import dispatch
 from nanogrpo.model.decoder import Block
-from nanogrpo.model.hf_config import ModelConfig
 
 QWEN3 = predict.QWEN3["0.6B"]
 TOKENS = 16_384
@@ -119,35 +118,34 @@ class _OneKernel(torch.autograd.Function):
 
 
 class Attention(torch.autograd.Function):
-    """Has the shapes of attention, and counts nothing."""
+    """Keeps what FlashAttention keeps, computes nothing, and counts nothing."""
 
     @staticmethod
     def forward(ctx, q, k, v):
-        ctx.save_for_backward(q, k, v)
-        return torch.empty_like(q)
+        out, sums = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, sums)
+        return out
 
     @staticmethod
     def backward(ctx, dout):
-        return tuple(torch.empty_like(x) for x in ctx.saved_tensors)
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
 
 
-def block_traffic(
-    kernels: str, cfg: ModelConfig = QWEN3, T: int = TOKENS, joint: bool = False
-) -> list[Traffic]:
+def block_traffic(kernels: str, joint: bool = False) -> list[Traffic]:
     """Return the traffic of a block's forward and of its backward in bfloat16. joint: as on one GPU
     without FSDP2 (nanogrpo/extras/one_gpu.py).
     """
     with torch.device("meta"):
-        block = Block(cfg, 0)
+        block = Block(QWEN3, 0)
         if joint:
             one_gpu.copy_weights(block)
         else:
             block.to(torch.bfloat16)
-        shape = T, cfg.hidden_size
+        shape = TOKENS, QWEN3.hidden_size
         x, residual = (
             torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)
         )
-        cos, sin = torch.empty(2, T, 1, cfg.head_dim)
+        cos, sin = torch.empty(2, TOKENS, 1, QWEN3.head_dim)
     forward, backward = Traffic(), Traffic()
     with mock.patch.object(dispatch, "choice", kernels):
         with forward.counting():

@@ -1,16 +1,20 @@
 """A sample without a model, and the files of a run, for the tests of this folder.
 
-    from tests.logs.conftest import completions_of, sample, write_run
+    from tests.logs.conftest import completions_of, sample, serving, write_run
 
 Read next: test_metrics.py.
 """
 
+import contextlib
 import gzip
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nanogrpo.extras.completions import write
+from nanogrpo.extras.view.data import Run
+from nanogrpo.extras.view.server import Server
 from nanogrpo.types import Prompt, Sample
 from tests.conftest import write_rows
 
@@ -26,6 +30,15 @@ def completions_of(folder: Path, step: int) -> list[dict]:
     """Return the completions that a run has written after so many steps."""
     path = folder / "completions" / f"completions_{step:05d}.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[Server]:
+    """Serve the page of a run."""
+    with Server([Run(folder)], 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
 
 
 def write_run(

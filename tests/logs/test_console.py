@@ -48,8 +48,7 @@ def test_the_head_holds_options_versions_and_commit(tmp_path):
     assert len(head["commit"]) == 40 or head["commit"] == "unknown"
     assert step["step"] == 0
     assert step["num_tokens"] == 4 + 3 + 2 + 5
-    assert step["step_time"] == pytest.approx(step["time/sample"])
-    assert step["tokens_per_second"] == pytest.approx(6 / step["step_time"])
+    assert step["step_time"] == step["time/sample"]
 
 
 def test_the_device_is_that_of_the_run(tmp_path, monkeypatch):

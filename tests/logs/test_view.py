@@ -13,7 +13,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -21,19 +20,21 @@ from nanogrpo.extras import commands
 from nanogrpo.extras.view import server as server_module
 from nanogrpo.extras.view.data import Run
 from nanogrpo.extras.view.server import TEMPLATE, Server
-from tests.logs.conftest import write_run
+from tests.logs.conftest import serving, write_run
 
 
-def blocks(page: str) -> dict[str, list]:
-    """Return the lines of each block in a page; of the index, its only line."""
+def written(folder) -> dict[str, list]:
+    """Return the lines of each block in the page of a run; of the index, its only line. A picture
+    is a block without lines.
+    """
+    assert commands.main(["view", str(folder)]) == 0
+    page = (folder / "view.html").read_text()
     found = re.findall(r'<script type="text/plain" id="([^"]+)">([\w+/=]*)</script>', page)
-    unpacked = ((name, gzip.decompress(base64.b64decode(data)).decode()) for name, data in found)
-    return {name: [json.loads(line) for line in text.splitlines()] for name, text in unpacked}
-
-
-def written(folder, *options: str) -> dict[str, list]:
-    assert commands.main(["view", str(folder), *options]) == 0
-    return blocks((folder / "view.html").read_text())
+    data = {name: base64.b64decode(text) for name, text in found}
+    return {
+        name: x if "/p" in name else [*map(json.loads, gzip.decompress(x).decode().splitlines())]
+        for name, x in data.items()
+    }
 
 
 def test_a_page_has_the_curves_and_every_completion_and_token(tmp_path):
@@ -71,14 +72,13 @@ def test_prompts_that_differ_only_in_their_pictures_are_apart(tmp_path):
     text = path.read_text().replace('[{"role": "user", "content": "second?"}]', '"second?"')
     path.write_text(text)
     (tmp_path / f"completions/pictures/{7:016x}.webp").write_bytes(b"not shown")
-    assert commands.main(["view", str(tmp_path)]) == 0
-    page = (tmp_path / "view.html").read_text()
-    found = dict(re.findall(r'<script type="text/plain" id="([^"]+)">([\w+/=]*)</script>', page))
-    (run,) = json.loads(gzip.decompress(base64.b64decode(found["index"])))
+    found = written(tmp_path)
+    (run,) = found["index"][0]
     assert run["prompts"] == ["second?", "second?"]
     assert run["blocks"]["c"] == [[1, [[0, 2, 1.0], [1, 2, 1.0]]]]
-    shown = {name: base64.b64decode(x) for name, x in found.items() if "/p" in name}
-    assert shown == {f"0/p{i:016x}": data for i, data in enumerate(PICTURES)}
+    assert {name: data for name, data in found.items() if "/p" in name} == {
+        f"0/p{i:016x}": data for i, data in enumerate(PICTURES)
+    }
     (tmp_path / f"completions/pictures/{0:016x}.webp").unlink()  # the page says that it is missing
     assert commands.main(["view", str(tmp_path)]) == 0
 
@@ -200,10 +200,8 @@ def test_a_page_has_no_file_from_outside_of_the_run(tmp_path, capsys, name):
 @pytest.fixture
 def server(tmp_path):
     write_run(tmp_path, steps=2)
-    with Server([Run(tmp_path)], 0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with serving(tmp_path) as server:
         yield server
-        server.shutdown()
 
 
 def ask(server: Server, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes]:

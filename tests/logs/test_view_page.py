@@ -6,17 +6,14 @@ Read before: browser.py, test_view.py.
 
 import io
 import os
-import threading
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from nanogrpo.extras import commands
-from nanogrpo.extras.view.data import Run
-from nanogrpo.extras.view.server import Server
 from tests.logs.browser import Browser, open_browser
-from tests.logs.conftest import write_run
+from tests.logs.conftest import serving, write_run
 
 LEFT, RIGHT = "\ue012", "\ue014"  # WebDriver's names of keys
 STEP = "#tools b"
@@ -237,11 +234,9 @@ def test_pictures_stand_below_their_prompt(browser, tmp_path):
     assert browser.run(SIZES) == [[60, 30]]
     assert browser.run("return performance.getEntriesByType('resource').length") == 0
     assert browser.messages() == []
-    with Server([Run(tmp_path)], 0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with serving(tmp_path) as server:
         browser.open(f"{server.address}#tab=completions")
         assert browser.run(SIZES) == [[60, 30], [20, 40]]
-        server.shutdown()
 
 
 def test_text_of_a_model_is_never_html_or_script(browser, tmp_path):
@@ -289,8 +284,7 @@ def test_a_damaged_run_says_on_the_page_what_is_missing(browser, tmp_path):
 
 def test_a_served_page_follows_the_run(browser, tmp_path):
     write_run(tmp_path, steps=2)
-    with Server([Run(tmp_path)], 0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with serving(tmp_path) as server:
         browser.messages()
         browser.open(server.address + "#tab=completions")
         assert texts(browser, STEP) == ["step 2"]
@@ -300,4 +294,3 @@ def test_a_served_page_follows_the_run(browser, tmp_path):
         browser.settle()
         assert texts(browser, STEP) == ["step 3"]
         assert browser.messages() == []
-        server.shutdown()

@@ -32,10 +32,8 @@ from nanogrpo.model.decoder import Block, Decoder
 from nanogrpo.run import optim
 from nanogrpo.types import Prompt, Sample
 from tests.conftest import SOLO, packed, random_batch, tiny_config, tiny_model
-from tests.kernels.traffic import QWEN3, Traffic
+from tests.kernels.traffic import QWEN3, Attention, Traffic
 from tests.ranks import run
-
-ALONE = World(0, 1, torch.device("cpu"))
 
 
 class Live(TorchDispatchMode):
@@ -64,10 +62,8 @@ def nbytes(*tensors) -> int:
     return sum(t.nbytes for t in tensors)
 
 
-def sizes_of(
-    cfg: Config, model: Decoder, world: World = ALONE, longest: int = 40
-) -> dict[str, int]:
-    rows = memory.table(predict.inputs(model, world, longest), cfg, world.main)
+def sizes_of(cfg: Config, model: Decoder, longest: int = 40) -> dict[str, int]:
+    rows = memory.table(predict.inputs(model, SOLO, longest), cfg)
     return {row.name.split(" of ")[0]: row.bytes for row in rows}
 
 
@@ -88,8 +84,8 @@ def test_activations_are_as_large_as_estimated(model_type, kind):
     }
     model = tiny_model(tiny_config(model_type=model_type, num_hidden_layers=4, **shape), std=0.05)
     cfg = Config(gradient_checkpointing=kind)
-    shard(model, cfg, ALONE)
-    fsdp.prepare(model, ALONE, cfg)
+    shard(model, cfg, SOLO)
+    fsdp.prepare(model, SOLO, cfg)
     batch = random_batch([(40, 60)] * 6)
     with Live(model) as live:
         hidden = model.model(
@@ -100,16 +96,6 @@ def test_activations_are_as_large_as_estimated(model_type, kind):
     estimate = 600 * (4 * per_layer + 3 * 4 * 128)
     assert 0.8 < kept / estimate < 1.25, (kept, estimate)
     assert hidden.requires_grad
-
-
-class Attention(torch.autograd.Function):
-    """Keeps what FlashAttention keeps, and computes nothing."""
-
-    @staticmethod
-    def forward(ctx, q, k, v):
-        out, sums = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-        ctx.save_for_backward(q, k, v, out, sums)
-        return out
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "llama"])
@@ -129,13 +115,7 @@ def test_a_block_on_a_gpu_keeps_as_much_as_estimated(kernels, model_type, monkey
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), Traffic().counting():
-        block(
-            x,
-            torch.empty_like(x),
-            cos,
-            sin,
-            lambda layer, q, k, v, window: Attention.apply(q, k, v),
-        )
+        block(x, torch.empty_like(x), cos, sin, lambda layer, *qkv: Attention.apply(*qkv[:3]))
     shared = {t.untyped_storage()._cdata for t in (*block.parameters(), cos)}
     found = sum(storage.nbytes() for key, storage in kept.items() if key not in shared)
     estimate, _ = memory.activation_bytes(c, 2, "none", fused=kernels == "triton")
@@ -189,7 +169,7 @@ def test_a_chunk_of_logits_takes_as_much_as_estimated(logits, monkeypatch):
     monkeypatch.setattr(dispatch, "choice", "triton")
     model = tiny_model(vocab_size=4096, hidden_size=16).requires_grad_(False)
     estimate = sizes_of(Config(head_dtype=logits), model)["logits"]
-    meta, rows, most = torch.device("meta"), ops.default_chunk(4096, torch.float32, ALONE.device), 0
+    meta, rows, most = torch.device("meta"), ops.default_chunk(4096, torch.float32, SOLO.device), 0
     numbers = torch.empty(rows, device=meta)
     hidden, weight = (torch.empty(n, 16, device=meta).bfloat16() for n in (rows, 4096))
     batch = numbers.long(), LossInputs(numbers, numbers), Clip(0.2, 0.2)
@@ -234,10 +214,10 @@ def test_a_strip_is_as_long_as_the_budget_or_a_sample():
 
 
 def test_on_a_cpu_the_peak_is_that_of_the_process():
-    (before,) = metrics.of_memory(ALONE).values()
+    (before,) = metrics.of_memory(SOLO).values()
     assert 0.05 < before < 64  # torch alone takes as much
     block = torch.ones(2**26, dtype=torch.uint8)  # 64 MiB, written
-    assert metrics.of_memory(ALONE)["memory/host_peak_gib"] >= before
+    assert metrics.of_memory(SOLO)["memory/host_peak_gib"] >= before
     assert block.sum() == 2**26
 
 

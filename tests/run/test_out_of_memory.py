@@ -90,6 +90,6 @@ def test_the_sentence_names_every_setting_or_others_would_be_chosen(tmp_path):
         assert sentence(RuntimeError(text), chosen).startswith("the GPU ran out of memory (CU")
 
 
-def test_other_errors_are_not_explained(tmp_path):
+def test_other_errors_are_not_explained():
     with pytest.raises(RuntimeError, match="shapes"), memory.explained(Config()):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
