@@ -21,6 +21,7 @@ from nanogrpo.errors import UserError
 from tests.conftest import lines
 
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3)]
+GIVEN: dict = {"reward_funcs": "format", "train_dataset": SUMS}
 
 
 def config(base, output, **options) -> Config:
@@ -122,8 +123,7 @@ def test_an_async_reward_function_works_in_a_notebook(tiny_base, tmp_path):
 def test_training_in_a_thread_needs_no_signals(tiny_base, tmp_path):
     rows: list[dict] = []
     cfg = config(tiny_base, tmp_path, max_steps=1)
-    args = {"reward_funcs": "format", "train_dataset": SUMS}
-    thread = threading.Thread(target=lambda: rows.extend(train(cfg, **args)))
+    thread = threading.Thread(target=lambda: rows.extend(train(cfg, **GIVEN)))
     thread.start()
     thread.join()
     assert len(rows) == 1
@@ -172,19 +172,19 @@ def test_the_error_of_a_reward_function_says_what_to_do(tiny_base, tmp_path, fun
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
-        ({"reward_funcs": [3], "train_dataset": SUMS}, {}, "3 is not a function"),
+        (GIVEN | {"reward_funcs": [3]}, {}, "3 is not a function"),
         ({"reward_funcs": "format"}, {}, "^data is missing"),
-        ({"reward_funcs": "format", "train_dataset": []}, {}, "data holds no prompts"),
-        ({"reward_funcs": "format", "train_dataset": [3]}, {}, "a record must be an object"),
-        ({"reward_funcs": "format", "train_dataset": SUMS}, {"data": ("x",)}, "data is set in"),
-        ({"reward_funcs": "format", "train_dataset": SUMS}, {"top_p": 2.0}, "^top_p is 2.0"),
+        (GIVEN | {"train_dataset": []}, {}, "data holds no prompts"),
+        (GIVEN | {"train_dataset": [3]}, {}, "a record must be an object"),
+        (GIVEN, {"data": ("x",)}, "data is set in"),
+        (GIVEN, {"top_p": 2.0}, "^top_p is 2.0"),
         ({"tools": 3}, {}, "3 is not a function: pass one, or set its name in Config"),
         ({"tools": ["a.py:f"]}, {}, "'a.py:f' is not a function: pass one, or set its name"),
         ({"environment_factory": "a.py:F"}, {}, "'a.py:F' is not a function: pass one"),
         ({"environment_factory": dict}, {"environment_factory": "a.py:F"}, "is set in Config and"),
         ({"environment_factory": dict, "rollout": print}, {"data": ("a",)}, "^rollout cannot be"),
         ({"rollout": lambda prompts, trainer: {}}, {"data": ("a",)}, "has the signature of TRL's"),
-        ({"reward_funcs": "format", "train_dataset": SUMS, "beta_": 1}, {}, "beta_ is not an opt"),
+        (GIVEN | {"beta_": 1}, {}, "beta_ is not an opt"),
     ],
 )
 def test_a_mistake_raises_one_sentence(tiny_base, tmp_path, given, options, message):
@@ -200,4 +200,4 @@ def test_values_with_a_text_of_their_own_are_kept_in_a_row():
 
 def test_a_model_has_a_name():
     with pytest.raises(UserError, match="model is a dict with other weights than any folder: save"):
-        train({"model": "base"}, reward_funcs="format", train_dataset=SUMS)
+        train({"model": "base"}, **GIVEN)

@@ -10,21 +10,18 @@ import pytest
 from bench import common
 
 
-def run_here(folder: Path, argv: Sequence[object], threads: int) -> dict:
-    """Do the work of `common.in_process` in this process, because starting one costs seconds."""
-    module, *arguments = map(str, argv)
-    assert not importlib.import_module(module).main(arguments)
-    return json.loads((folder / "found.json").read_text())
-
-
 @pytest.fixture
 def in_this_process(monkeypatch):
-    """Run the benches' child processes in this process. The value lists their command lines."""
+    """Run the benches' child processes in this process, because starting one costs seconds. The
+    value lists their command lines.
+    """
     started = []
 
     def run(folder: Path, argv: Sequence[object], threads: int) -> dict:
         started.append(argv)
-        return run_here(folder, argv, threads)
+        module, *arguments = map(str, argv)
+        assert not importlib.import_module(module).main(arguments)
+        return json.loads((folder / "found.json").read_text())
 
     monkeypatch.setattr(common, "in_process", run)
     return started

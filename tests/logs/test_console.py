@@ -24,6 +24,10 @@ def config(folder, **options) -> Config:
     return Config(model="-", data=("-",), output_dir=str(folder), max_steps=9, **options)
 
 
+def opened(folder, start: int = 0, **options) -> Log:
+    return Log(config(folder, **options), SOLO, start)
+
+
 def write(log: Log, steps: range, record: dict | None = None, **logged: float) -> None:
     samples = [sample(4), sample(2, prompt=5)]
     for step in steps:
@@ -40,7 +44,7 @@ def evaluate(log: Log, done: int, *samples, **logged: float) -> None:
 
 
 def test_the_head_holds_options_versions_and_commit(tmp_path):
-    write(Log(config(tmp_path, beta=0.25), world=SOLO, start=0), range(1))
+    write(opened(tmp_path, beta=0.25), range(1))
     head, step = lines(tmp_path)
     assert head["run"]["beta"] == 0.25
     assert head["run"]["max_steps"] == 9
@@ -96,7 +100,7 @@ class Reader(Feature):
 
 
 def test_a_resumed_run_logs_no_step_twice_and_drops_a_half_written_line(tmp_path):
-    log = Log(config(tmp_path), world=SOLO, start=0)
+    log = opened(tmp_path)
     evaluate(log, 0)
     write(log, range(2))
     evaluate(log, 2)
@@ -120,12 +124,12 @@ def test_a_resumed_run_logs_no_step_twice_and_drops_a_half_written_line(tmp_path
 
 def test_a_resumed_run_reports_the_steps_that_its_log_lacks(tmp_path, caplog):
     """As after a power cut, or if somebody has deleted the log."""
-    log = Log(config(tmp_path), world=SOLO, start=0)
+    log = opened(tmp_path)
     write(log, [0, 2, 3])
     evaluate(log, 2)  # after step 1, but not the record of step 1
-    Log(config(tmp_path), world=SOLO, start=6)
+    opened(tmp_path, start=6)
     log.path.unlink()
-    Log(config(tmp_path), world=SOLO, start=2)
+    opened(tmp_path, start=2)
     assert caplog.messages == [
         f"{log.path} has no record of 3 finished steps, beginning with step 1",
         f"{log.path} has no record of 2 finished steps, beginning with step 0",
@@ -135,7 +139,7 @@ def test_a_resumed_run_reports_the_steps_that_its_log_lacks(tmp_path, caplog):
 def test_a_run_that_starts_over_keeps_the_old_log_under_another_name(tmp_path, caplog):
     old = []
     for number in (1, 2, 3):
-        log = Log(config(tmp_path), world=SOLO, start=0)
+        log = opened(tmp_path)
         evaluate(log, 0)
         write(log, range(number))
         assert [row.get("num_tokens") for row in lines(tmp_path)[2:]] == [14, 28, 42][:number]
@@ -150,29 +154,29 @@ def test_a_run_that_starts_over_keeps_the_old_log_under_another_name(tmp_path, c
 
 
 def test_a_log_without_a_step_is_continued(tmp_path, caplog):
-    Log(config(tmp_path), world=SOLO, start=0)  # and then the run ended with an error
+    opened(tmp_path)  # and then the run ended with an error
     with (tmp_path / "metrics.jsonl").open("a") as f:
         f.write('{"run": {"model')
-    write(Log(config(tmp_path), world=SOLO, start=0), range(1))
+    write(opened(tmp_path), range(1))
     assert ["run" in row for row in lines(tmp_path)] == [True, True, False]
     assert not caplog.records
 
 
 @pytest.mark.parametrize("line", [b'{"step": 1, "rew', b'{"step": 1, "a": "\xff"}'])
 def test_a_damaged_line_is_reported_and_the_lines_after_it_are_kept(tmp_path, line):
-    write(Log(config(tmp_path), world=SOLO, start=0), range(4))
+    write(opened(tmp_path), range(4))
     path = tmp_path / "metrics.jsonl"
     good = path.read_bytes().splitlines()
     good[2] = line  # in the middle, so it is not a half-written end
     path.write_bytes(b"\n".join(good) + b"\n")
     message = r"metrics\.jsonl:3 is not a record of a run: fix or remove this line"
     with pytest.raises(UserError, match=message):
-        Log(config(tmp_path), world=SOLO, start=4)
+        opened(tmp_path, start=4)
     assert path.read_bytes().splitlines() == good
 
 
 def test_an_evaluation_leaves_out_missing_rewards(tmp_path, capsys):
-    log = Log(config(tmp_path), world=SOLO, start=0)
+    log = opened(tmp_path)
     samples = [sample(3, a=1.0, b=None), sample(5, a=None, b=None), sample(4, a=0.0, b=None)]
     evaluate(log, 4, *samples)
     assert lines(tmp_path)[-1] == {
@@ -187,7 +191,7 @@ def test_an_evaluation_leaves_out_missing_rewards(tmp_path, capsys):
 
 
 def test_the_names_of_the_log_cannot_be_logged(tmp_path):
-    log = Log(config(tmp_path), SOLO, start=0)
+    log = opened(tmp_path)
     message = r"^log_metric\('{}', …\): the log already uses this name; choose another$"
     for name in ("loss", "num_tokens", "time/sample", "step", "run"):
         with pytest.raises(UserError, match=message.format(name)):
@@ -201,7 +205,7 @@ def test_the_names_of_the_log_cannot_be_logged(tmp_path):
 
 
 def test_a_log_that_cannot_be_written_is_a_user_error(tmp_path, monkeypatch):
-    log = Log(config(tmp_path), world=SOLO, start=0)
+    log = opened(tmp_path)
     write(log, range(2))
 
     def fails(*_):
@@ -209,7 +213,7 @@ def test_a_log_that_cannot_be_written_is_a_user_error(tmp_path, monkeypatch):
 
     # a resumed run replaces the log
     for method, act in {
-        "replace": lambda: Log(config(tmp_path), world=SOLO, start=1),
+        "replace": lambda: opened(tmp_path, start=1),
         "open": lambda: write(log, range(2, 3)),
     }.items():
         with monkeypatch.context() as patch:

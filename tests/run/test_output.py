@@ -134,20 +134,21 @@ def test_what_cannot_be_removed_is_named(tmp_path, monkeypatch):
     def fails(path):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(shutil, "rmtree", fails)
-    for name, options in ((".checkpoint-3.tmp", {}), ("checkpoint-3", {"overwrite": True})):
+    cfg = Config(output_dir=str(tmp_path), overwrite_output_dir=True)
+    for name, act in (
+        (".checkpoint-3.tmp", output.remove_unfinished),
+        ("checkpoint-3", output.clear),
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "state.json").touch()
-        cfg = Config(output_dir=str(tmp_path), overwrite_output_dir=bool(options))
-        with pytest.raises(
-            UserError, match=rf"{name} cannot be removed \(Permission denied\): rem"
-        ):
-            output.clear(cfg) if options else output.remove_unfinished(cfg)
-        monkeypatch.undo()
+        message = rf"{name} cannot be removed \(Permission denied\): rem"
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", fails)
+            with pytest.raises(UserError, match=message):
+                act(cfg)
         output.remove(tmp_path / name)
-        monkeypatch.setattr(shutil, "rmtree", fails)
     (tmp_path / ".checkpoint-4.tmp").write_text("a file")
-    output.remove_unfinished(Config(output_dir=str(tmp_path)))
+    output.remove_unfinished(cfg)
     assert not [*tmp_path.iterdir()]
 
 
