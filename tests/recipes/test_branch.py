@@ -4,6 +4,7 @@ tests/configurations.py shows that two ranks are one, and that a run resumes.
 Read next: examples/recipes/branch.py.
 """
 
+import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,16 +14,11 @@ import torch
 from examples.recipes import branch
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.types import Prompt
-from tests.conftest import SOLO, packed, positions_of, tiny_model
+from tests.conftest import SOLO, logp_alone, packed, positions_of, tiny_model
 from tests.engine.small import make_engine
 
 N, K, LENGTHS = 6, 3, (5, 9)
 CFG = branch.Options(num_generations=N, branches=K, generation_batch_size=N * len(LENGTHS))
-
-
-def logits(model, ids: list[int]) -> np.ndarray:
-    positions, attend = positions_of([len(ids)])
-    return model(torch.tensor(ids), positions, attend).detach().double().numpy()
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +41,7 @@ def branched():
     feature = branch.Branch()
     prompts = [Prompt(i, "", list(range(20, 20 + n))) for i, n in enumerate(LENGTHS)]
     samples = feature.wrap(engine, run).sample(prompts, N, how, step=3)
-    whole = [(s.prompt, s.token_ids, s.logp) for s in samples]
+    whole = [copy.copy(s) for s in samples]
     feature.scored(run, samples, 3)
     trunks = engine.sample(prompts, N // K, how, step=3)
     return model, trunks, whole, samples, prefilled[1]
@@ -55,21 +51,22 @@ def test_siblings_continue_the_trunk_from_its_most_uncertain_token(branched):
     model, trunks, whole, samples, _ = branched
     lengths = []
     for i, trunk in enumerate(trunks):
-        start = len(trunk.prompt.token_ids)
-        z = logits(model, trunk.prompt.token_ids + trunk.token_ids)[start - 1 : -1]
+        tokens = torch.tensor(trunk.prompt.token_ids + trunk.token_ids)
+        z = model(tokens, *positions_of([len(tokens)])).detach().double().numpy()
+        z = z[len(trunk.prompt.token_ids) - 1 : -1]
         p = np.exp(z) / np.exp(z).sum(1, keepdims=True)
         t = int(np.argmax(-(p * np.log(p)).sum(1)))
         lengths.append(t)
-        for (prompt, ids, logp), s in zip(whole[i * K : (i + 1) * K], samples[i * K : (i + 1) * K]):
+        siblings = samples[i * K : (i + 1) * K]
+        for before, s in zip(whole[i * K : (i + 1) * K], siblings):
+            prompt, ids = before.prompt, before.token_ids
             assert prompt is trunk.prompt
             assert ids[:t] == trunk.token_ids[:t]
             assert (s.prompt.token_ids, s.token_ids) == (prompt.token_ids + ids[:t], ids[t:])
-            assert s.logp == logp[t:]
-            z = logits(model, prompt.token_ids + ids)[start - 1 : -1]
-            expected = z[range(len(ids)), ids] - np.log(np.exp(z).sum(1))
-            np.testing.assert_allclose(logp, expected, atol=1e-4)
+            assert s.logp == before.logp[t:]
+            expected = logp_alone(model, before).detach()
+            np.testing.assert_allclose(before.logp, expected, atol=1e-4)
             assert len(ids) <= 20
-        siblings = samples[i * K : (i + 1) * K]
         assert len({tuple(s.token_ids) for s in siblings}) == K
     assert len({*lengths}) > 1
     assert [s.index for s in samples] == 2 * list(range(N))
@@ -98,17 +95,11 @@ def test_the_baseline_is_the_mean_of_the_siblings_so_the_stem_has_no_gradient(br
     np.testing.assert_allclose(values, expected.reshape(2, N))
     np.testing.assert_allclose(std, deviations)
 
-    def gradient(pairs) -> torch.Tensor:
-        """Return the gradient of Σ A·log π over all tokens after the prompt of each pair."""
-        total = torch.zeros(())
-        for (prompt, ids), advantage in zip(pairs, values.flatten()):
-            tokens = torch.tensor(prompt.token_ids + ids)
-            positions, attend = positions_of([len(tokens)])
-            logp = model(tokens, positions, attend).log_softmax(-1)[:-1]
-            logp = logp.gather(1, tokens[1:, None])[len(prompt.token_ids) - 1 :]
-            total = total + advantage * logp.sum()
+    def gradient(samples) -> torch.Tensor:
+        """Return the gradient of Σ A·log π over all tokens of the samples."""
+        pairs = zip(samples, values.flatten())
+        total = sum(advantage * logp_alone(model, s).sum() for s, advantage in pairs)
         return torch.cat([g.flatten() for g in torch.autograd.grad(total, model.parameters())])
 
-    continuation = gradient([(s.prompt, s.token_ids) for s in samples])
-    everything = gradient([(prompt, ids) for prompt, ids, _ in whole])
+    continuation, everything = gradient(samples), gradient(whole)
     assert (continuation - everything).norm() < 1e-5 * everything.norm()

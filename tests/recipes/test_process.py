@@ -12,7 +12,7 @@ from examples.recipes import process, turns
 from nanogrpo.model.checkpoint import load_model
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.types import Prompt, Sample
-from tests.conftest import arguments, positions_of
+from tests.conftest import arguments, positions_of, said
 
 FUNCTION = """
 import json, pathlib
@@ -94,6 +94,6 @@ def test_rewards_of_tokens_turns_and_completions_are_added_with_their_weights(re
 
 def test_a_step_of_the_task_is_right_if_it_is_the_next_one():
     text = "<think>34+5=39,39-7=31,31+1=32</think><answer>32</answer>"
-    prompt = [{"role": "user", "content": "34+5-7+1="}]
+    prompt = said("34+5-7+1=")
     ((*rewards,),) = process.steps([prompt], [["<think>", *text[7:]]])
     assert {i + 6: r for i, r in enumerate(rewards) if r is not None} == {13: 1.0, 21: 0.0, 29: 0.0}

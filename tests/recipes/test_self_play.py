@@ -12,8 +12,7 @@ import torch
 
 from examples.recipes import self_play
 from nanogrpo.types import Prompt, Sample
-from tests.conftest import arguments, steps
-from tests.recipes import run
+from tests.conftest import steps
 
 
 @pytest.mark.parametrize(
@@ -54,15 +53,12 @@ def test_rewards_and_baselines_are_those_of_the_paper():
     assert np.isnan(found[1, 1:]).all()  # which become 0
 
 
-def test_the_answers_get_better(tiny_base, files, tmp_path, monkeypatch):
+def test_the_answers_get_better(learned, tmp_path, monkeypatch):
     """Here, every question is valid. The model still answers its own questions."""
     monkeypatch.setattr(self_play, "answer", lambda question: "7")
     more = "--log-completions --max-steps 25 --generation-batch-size 32 --learning-rate 3e-3"
-    argv = arguments(tiny_base, files, tmp_path, *more.split())
-    assert run(self_play, argv) == 0
-    rows = steps(tmp_path)
-    rewards = [row["rewards/even/mean"] for row in rows]
-    assert sum(rewards[-5:]) > 1.3 * sum(rewards[:5])
-    for row in rows:
+    first, last = learned(self_play, "rewards/even/mean", *more.split())
+    assert last > 1.3 * first
+    for row in steps(tmp_path / "run"):
         mean = 0.25 * row["rewards/question/mean"] + 0.75 * row["rewards/even/mean"]
         assert row["reward"] == pytest.approx(mean)
