@@ -6,6 +6,7 @@
 A picture has a token per square of 16 × 16 pixels. Read next: test_data.py.
 """
 
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -18,15 +19,16 @@ from nanogrpo import Config
 from nanogrpo.data import prompts as data
 from nanogrpo.extras.arithmetic import warmup
 from nanogrpo.extras.data.sources import Sources
-from nanogrpo.extras.vision.config import VisionModelConfig
 from nanogrpo.extras.vision.feature import Vision
 from nanogrpo.extras.vision.model import VisionDecoder
+from nanogrpo.extras.vision.processor import Settings
 from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.model.weights import host_weights
 from nanogrpo.types import Prompt
-from tests.conftest import tiny_model
+from tests.conftest import edit_json, said, tiny_model, write_rows
+from tests.vision import tiny
 
 MARKS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
 TEMPLATE = """
@@ -38,47 +40,17 @@ TEMPLATE = """
     {{- '<|end|>' if m.role == 'assistant' }}
 {%- endfor %}
 {{- '<|assistant|>' if add_generation_prompt }}"""
-TEXT = {
-    "model_type": "qwen3_vl_text",
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,  # the smallest that vLLM's attention on a CPU supports
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10_000.0,
-        "mrope_section": [6, 5, 5],
-        "mrope_interleaved": True,
-    },
-}
-VISION = {
-    "model_type": "qwen3_vl",
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 2,
-    "hidden_act": "gelu_pytorch_tanh",
-    "in_channels": 3,
-    "patch_size": 8,
-    "temporal_patch_size": 2,
-    "spatial_merge_size": 2,
-    "num_position_embeddings": 16,
-    "out_hidden_size": 48,
-    "deepstack_visual_indexes": [0],
-}
-PROCESSOR = {
-    "image_processor_type": "Qwen2VLImageProcessor",
-    "patch_size": 8,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "size": {"shortest_edge": 16**2, "longest_edge": 64 * 16**2},
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-}
+HALF = (0.5, 0.5, 0.5)
+SETTINGS = Settings(8, 2, 2, 16**2, 64 * 16**2, image_mean=HALF, image_std=HALF, image_token_id=0)
+ENCODER = dataclasses.replace(
+    tiny.VISION,
+    depth=2,
+    intermediate_size=48,
+    patch_size=8,
+    num_position_embeddings=16,
+    deepstack_visual_indexes=(0,),
+    mrope_section=(6, 5, 5),
+)
 
 
 def write_base(folder: Path) -> Path:
@@ -88,25 +60,21 @@ def write_base(folder: Path) -> Path:
     found = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     found.add_special_tokens(MARKS)
     found.save(str(folder / "tokenizer.json"))
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings["chat_template"] = TEMPLATE
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    edit_json(folder / "tokenizer_config.json", chat_template=TEMPLATE)
     tokenizer = Tokenizer(folder)
     start, image, end, video = (tokenizer.encode(mark)[0] for mark in MARKS)
-    config = {
-        "model_type": "qwen3_vl",
-        "architectures": ["Qwen3VLForConditionalGeneration"],
-        "text_config": {**TEXT, "vocab_size": tokenizer.vocab_size},
-        "vision_config": VISION,
-        "vision_start_token_id": start,
-        "image_token_id": image,
-        "vision_end_token_id": end,
-        "video_token_id": video,
-        "tie_word_embeddings": False,
-    }
+    cfg = tiny.vision_config(
+        vocab_size=tokenizer.vocab_size,
+        num_hidden_layers=2,
+        head_dim=32,  # the smallest that vLLM's attention on a CPU supports
+        max_position_embeddings=512,
+        vision=dataclasses.replace(ENCODER, image_token_id=image),
+    )
+    ids = {"vision_start_token_id": start, "vision_end_token_id": end, "video_token_id": video}
+    config = {**cfg.to_dict(), **ids}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
-    copies = host_weights(tiny_model(VisionModelConfig.from_dict(config)))
+    (folder / "preprocessor_config.json").write_text(json.dumps(tiny.to_dict(SETTINGS)))
+    copies = host_weights(tiny_model(cfg))
     # a new object, which has read the last of these files
     checkpoint.write_model(copies, config, folder, Tokenizer(folder))
     return folder
@@ -139,21 +107,20 @@ def records(count: int = 12, sizes=SIZES) -> list[dict]:
     for i in range(count):
         shown = [picture(w, h, seed=10 * i + j) for j, (w, h) in enumerate(sizes[i % len(sizes)])]
         content = [{"type": "image"} for _ in shown] + [{"type": "text", "text": f"{i}+{i}="}]
-        prompt = [{"role": "user", "content": content}]
+        prompt = said(content)
         found.append({"prompt": prompt, "images": shown, "answer": str(2 * i)})
     return found
 
 
 def write_data(path: Path, count: int = 12) -> Path:
     """Write the records as JSONL, with their pictures next to it."""
-    lines = []
+    rows = []
     for i, record in enumerate(records(count)):
         names = [f"{path.stem}-{i}-{j}.png" for j in range(len(record["images"]))]
         for name, image in zip(names, record["images"]):
             image.save(path.parent / name)
-        lines.append(json.dumps({**record, "images": names}) + "\n")
-    path.write_text("".join(lines))
-    return path
+        rows.append({**record, "images": names})
+    return write_rows(path, rows)
 
 
 def prompts(folder: Path, found: list[dict] | None = None) -> list[Prompt]:

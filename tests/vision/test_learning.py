@@ -4,7 +4,6 @@ This is the short form of bench/vision.py: a picture shows one die, the answer i
 the model starts with guesses. Read next: test_pictures.py.
 """
 
-import json
 import random
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import train
 from examples import pictures
 from nanogrpo.extras.arithmetic import warmup
 from nanogrpo.model import checkpoint
-from tests.conftest import lines
+from tests.conftest import lines, write_rows
 from tests.vision.base import prompts_of
 
 ANSWERS = ("red", "blue")
@@ -44,8 +43,8 @@ def write_data(folder: Path, draw) -> None:
         while len(rows) < count:
             if pictures.is_held_out(p := problem(rng)) == (split == "held_out"):
                 draw(p, rng).save(folder / f"{split}{len(rows)}.png")
-                rows.append(json.dumps(record(p, f"{split}{len(rows)}.png")) + "\n")
-        (folder / f"{split}.jsonl").write_text("".join(rows))
+                rows.append(record(p, f"{split}{len(rows)}.png"))
+        write_rows(folder / f"{split}.jsonl", rows)
 
 
 @pytest.fixture(scope="module")

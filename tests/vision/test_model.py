@@ -9,21 +9,19 @@ import copy
 import dataclasses
 import functools
 import json
-import re
 
 import pytest
 import torch
 import transformers
 
 from nanogrpo import Config
-from nanogrpo.errors import UserError
 from nanogrpo.extras.vision.config import VisionConfig, VisionModelConfig
 from nanogrpo.extras.vision.model import VisionDecoder
 from nanogrpo.extras.vision.processor import Images
 from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder, logits
 from nanogrpo.types import PackedBatch, Prompt, Sample
-from tests.conftest import packed, tiny_model
+from tests.conftest import packed, refused, tiny_model
 from tests.vision.tiny import TOKEN, prompt, vision_config
 
 # of logits with a standard deviation above 1, and of gradients relative to the largest
@@ -194,7 +192,7 @@ def test_on_a_gpu_bfloat16_is_as_exact_as_in_transformers():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_checkpoints_are_those_of_transformers(tied, tmp_path):
-    model = tiny_model(vision_config(tie_word_embeddings=tied))
+    model = tiny_model(vision_config(tie_word_embeddings=tied, rope_theta=2e6))
     peer(model).save_pretrained(tmp_path / "theirs")
     loaded = checkpoint.load_model(tmp_path / "theirs", kind=VisionDecoder)
     assert loaded.cfg == model.cfg
@@ -203,6 +201,7 @@ def test_checkpoints_are_those_of_transformers(tied, tmp_path):
 
     (tmp_path / "ours").mkdir()
     checkpoint.export(model, tmp_path / "ours")
+    assert checkpoint.empty_model(tmp_path / "ours", VisionDecoder).cfg == model.cfg
     theirs, report = transformers.AutoModelForImageTextToText.from_pretrained(
         tmp_path / "ours", dtype=torch.float32, output_loading_info=True
     )
@@ -281,18 +280,6 @@ def test_the_published_models_have_their_size(size):
     assert sum(shape.numel() for shape in shapes.values()) == COUNTS[size]
 
 
-@pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
-def test_both_forms_of_the_sections_are_read_and_written(where):
-    cfg = vision_config(rope_theta=2e6)
-    raw = cfg.to_dict()
-    assert VisionModelConfig.from_dict(json.loads(json.dumps(raw))) == cfg
-    angles = raw["text_config"].pop("rope_scaling")
-    if where == "rope_parameters":  # of transformers 5
-        angles["rope_theta"] = raw["text_config"].pop("rope_theta")
-    raw["text_config"][where] = angles
-    assert VisionModelConfig.from_dict(raw) == cfg
-
-
 def test_each_frequency_has_the_axis_that_transformers_gives_it():
     rope = transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLTextRotaryEmbedding
     for section in ((24, 20, 20), (4, 2, 2), (6, 5, 5), (8, 0, 0)):
@@ -319,6 +306,5 @@ def test_a_wrong_configuration_is_one_sentence(problem, tmp_path):
         if value is None:
             del raw[name]
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(UserError, match=problem) as e:
+    with refused(rf"/config\.json[: ].*{problem}.*\.$"):
         checkpoint.empty_model(tmp_path, VisionDecoder)
-    assert re.fullmatch(r".*/config\.json[: ].*\.", str(e.value))

@@ -3,7 +3,6 @@
 Read next: tests/model/test_peft.py (the same for text).
 """
 
-import json
 import warnings
 
 import peft
@@ -12,6 +11,7 @@ import transformers
 from safetensors.torch import load_file
 
 import train
+from nanogrpo.errors import read_json
 from tests.conftest import arguments
 from tests.vision.base import write_data
 
@@ -37,5 +37,4 @@ def test_peft_merges_the_adapters_as_the_checkpoint_does(base, files, tmp_path):
     }
     # 2 in each decoder layer; 4 in each block of the encoder, and 2 in each of its mergers
     assert len(changed) == 2 * 2 + 2 * 4 + 2 * 2
-    config = json.loads((last / "adapter" / "adapter_config.json").read_text())
-    assert config["target_modules"] == targets
+    assert read_json(last / "adapter" / "adapter_config.json")["target_modules"] == targets

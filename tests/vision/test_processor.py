@@ -15,10 +15,10 @@ from PIL import Image
 from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pil
 from transformers.models.qwen3_vl import Qwen3VLProcessor
 
-from nanogrpo.errors import UserError
 from nanogrpo.extras.vision.data import decoded
 from nanogrpo.extras.vision.processor import Settings, prepare, smart_resize
 from nanogrpo.model.tokenizer import Tokenizer
+from tests.conftest import edit_json, refused
 from tests.vision.base import TEMPLATE
 from tests.vision.tiny import SETTINGS, TOKEN, picture, png, prompt, to_dict
 
@@ -166,9 +166,8 @@ def test_settings_are_read_in_each_form(base, tmp_path):
     theirs(settings).save_pretrained(tmp_path)
     assert Settings.read(tmp_path) == settings
 
-    old = json.loads((tmp_path / "preprocessor_config.json").read_text())
-    old |= {"size": None, "min_pixels": 256, "max_pixels": 16_384}
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(old))
+    old = tmp_path / "preprocessor_config.json"
+    edit_json(old, size=None, min_pixels=256, max_pixels=16_384)
     assert Settings.read(tmp_path) == settings
 
     # transformers 5 nests the settings, and reads them before the other file
@@ -185,7 +184,7 @@ def test_wrong_settings_are_one_sentence(size, problem, base, tmp_path):
     (tmp_path / "config.json").write_bytes((base / "config.json").read_bytes())
     name = tmp_path / "preprocessor_config.json"
     name.write_text(json.dumps({**to_dict(SETTINGS), "size": size}))
-    with pytest.raises(UserError, match=rf"^{name} does not describe a processor .*{problem}"):
+    with refused(rf"^{name} does not describe a processor .*{problem}"):
         Settings.read(tmp_path)
 
 
@@ -194,5 +193,5 @@ def test_wrong_settings_are_one_sentence(size, problem, base, tmp_path):
 
 def test_a_prompt_that_ends_with_a_picture_is_one_sentence():
     """Other mistakes: test_data.py."""
-    with pytest.raises(UserError, match=r"^the prompt ends with a picture[^.]*\.$"):
+    with refused(r"^the prompt ends with a picture[^.]*\.$"):
         prepare([1, TOKEN], [png(picture(16, 16))], SETTINGS)

@@ -4,7 +4,6 @@ tests/configurations.py has the rows for resuming and for two ranks. Read next: 
 """
 
 import dataclasses
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,11 +15,11 @@ from safetensors.torch import load_file
 import train
 from nanogrpo import Config
 from nanogrpo.distributed import fsdp
-from nanogrpo.errors import UserError
+from nanogrpo.errors import read_json
 from nanogrpo.extras.lora import adapters
 from nanogrpo.extras.vision.feature import Vision
 from nanogrpo.run import output
-from tests.conftest import SOLO, arguments
+from tests.conftest import SOLO, arguments, read_rows, refused, said
 from tests.vision.base import load, prompts, records, write_data
 
 # --- complete runs ---
@@ -47,9 +46,12 @@ def test_the_encoder_can_stay_as_it_is(base, data, tmp_path, options):
     assert not any(".visual." in name for name in changed)
     if options == ["--freeze-vision-tower"]:
         assert changed == {name for name in before if ".visual." not in name}
-    expected = json.loads((base / "config.json").read_text())
-    found = json.loads((last / "config.json").read_text())
-    assert found["vision_config"] == expected["vision_config"]
+    expected = read_json(base / "config.json")
+    assert read_json(last / "config.json") == {
+        **expected,
+        "dtype": "float32",
+        "torch_dtype": "float32",
+    }
     name = "preprocessor_config.json"
     assert (last / name).read_bytes() == (base / name).read_bytes()
 
@@ -83,7 +85,7 @@ def test_rewards_receive_pil_images_and_logs_have_small_copies(base, tmp_path, c
     assert "<picture" in capsys.readouterr().err
     folder, words = tmp_path / "run" / "completions", set()
     for path in folder.glob("*.jsonl"):
-        for row in map(json.loads, path.read_text().splitlines()):
+        for row in read_rows(path):
             words.add(row["prompt"][0]["content"])
             i = row["prompt"][0]["content"].rpartition(">")[2].partition("+")[0]
             files = sorted(tmp_path.glob(f"data-{i}-*.png"))
@@ -111,10 +113,10 @@ def test_a_resumed_run_notices_other_pictures_and_settings(base):
 
 def test_a_reward_model_refuses_pictures(base):
     cfg, vision = Config(reward_funcs=("model:judge",)), Vision(base)
-    parts = [{"role": "user", "content": [{"type": "text", "text": "3+4="}]}]
+    parts = said([{"type": "text", "text": "3+4="}])
     for found in (prompts(base), prompts(base, [{"prompt": parts}])):
         inputs = SimpleNamespace(prompts=found, eval_prompts=[])
-        with pytest.raises(UserError, match=r"works with text, but the messages of prompt 0"):
+        with refused(r"works with text, but the messages of prompt 0"):
             vision.settings(cfg, inputs)
     plain = prompts(base, [{"prompt": "3+4="}])
     vision.settings(cfg, SimpleNamespace(prompts=plain, eval_prompts=plain))
@@ -155,7 +157,7 @@ def test_peft_is_told_to_keep_the_encoder_out_of_four_bits(base, data, tmp_path)
         "model.language_model.layers.0.mlp.up_proj.lora_A",
     ]
     adapters.write({adapters.peft_name(n): torch.zeros(2, 64) for n in names}, tmp_path / "a", cfg)
-    how = json.loads((tmp_path / "a" / "quantization_config.json").read_text())
+    how = read_json(tmp_path / "a" / "quantization_config.json")
     kept = [
         should_convert_module(n.removesuffix(".lora_A"), how["llm_int8_skip_modules"])
         for n in names

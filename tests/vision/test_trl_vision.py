@@ -19,19 +19,13 @@ from bench.trl_peer import REWARDS, config, give_rewards, make_samples, settings
 from examples import pictures
 from nanogrpo.extras.vision.model import VisionDecoder
 from nanogrpo.model import checkpoint
-from tests.conftest import set_logp
+from tests.conftest import said, set_logp
 from tests.grpo.alike import assert_trains_alike
 from tests.vision.base import prompts_of
+from tests.vision.test_processor import Processor
 
 # of TRL to transformers, not of ours
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-
-
-class Processor(transformers.Qwen3VLProcessor):
-    """transformers' processor without videos."""
-
-    def check_argument_for_proper_class(self, name, argument):
-        return name == "video_processor" or super().check_argument_for_proper_class(name, argument)
 
 
 class Peer(trl_peer.Peer):
@@ -81,8 +75,8 @@ def rows() -> list[dict]:
     )
     parts = [{"type": "text", "text": "1+1="}, {"type": "image"}, {"type": "text", "text": "red="}]
     return [
-        {"prompt": [{"role": "user", "content": "red+blue="}], "images": [a, b]},
-        {"prompt": [{"role": "user", "content": parts}], "images": [c]},
+        {"prompt": said("red+blue="), "images": [a, b]},
+        {"prompt": said(parts), "images": [c]},
     ]
 
 

@@ -18,14 +18,13 @@ import torch
 from PIL import Image
 
 import train
-from nanogrpo.errors import UserError
 from nanogrpo.extras.vision.model import VisionDecoder
 from nanogrpo.model import checkpoint
 from nanogrpo.types import Prompt
 from nanogrpo.vllm import protocol
 from nanogrpo.vllm.auth import GENERATE, SECRET
 from nanogrpo.vllm.server import ServerLost
-from tests.conftest import arguments, steps, tiny_model
+from tests.conftest import arguments, refused, steps, tiny_model
 from tests.ranks import run
 from tests.vision import base as own
 from tests.vision import tiny
@@ -121,13 +120,13 @@ def test_a_server_with_another_encoder_is_refused(fake, field):
     config = fake.facts["config"]
     (config if field in config else config["vision_config"])[field] = 7
     message = f"serves another model: its vision is .*{field}=7.*, but --model has"
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         engine_of(fake, model=MODEL, load=False)
 
 
 def test_a_server_without_an_encoder_is_refused(fake):
     fake.facts["config"] = tiny_model().cfg.to_dict()
-    with pytest.raises(UserError, match=r"model_type .qwen3. is not supported; it must be"):
+    with refused(r"model_type .qwen3. is not supported; it must be"):
         engine_of(fake, model=MODEL, load=False)
 
 
