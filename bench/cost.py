@@ -18,7 +18,6 @@ import numpy as np
 
 from nanogrpo.model.hf_config import ModelConfig
 
-FEW = 64  # maximum number of rows for which a second kernel combines the parts of attention
 ALL_REDUCE = 1e-5  # seconds of an all-reduce between the GPUs of a vLLM server
 
 
@@ -27,7 +26,7 @@ class Layer(NamedTuple):
     read and write. The bytes that matrix products and attention move are not included.
     """
 
-    decode: int  # operations of a decode step with more than 64 rows
+    decode: int  # operations of a decode step
     forward: int  # operations of a forward pass in training
     backward: int
     forward_bytes: float
@@ -269,7 +268,7 @@ def decode_step(c: ModelConfig, d: Device, gpus: int = 1) -> Callable[[float, fl
 
     def seconds(rows: float, keys: float) -> float:
         shared = d.item * weights / d.weights + rows * row + keys * cached / d.cache
-        step = (w.layers * (ops.decode + (rows <= FEW)) + 11) * d.launch
+        step = (w.layers * ops.decode + 11) * d.launch
         return shared / gpus + step + between + rows * d.token
 
     return seconds

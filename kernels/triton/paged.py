@@ -1,19 +1,20 @@
-"""Compute QK-norm, rotation and attention of one decode step over a paged cache, in the kernels
-`attend` and `combine`.
+"""Compute QK-norm, rotation and attention of one decode step over a paged cache, in one kernel.
 
 In: for the newest token of b rows, its query [b, H, E], key and value [b, K, E] and position [b],
 and the arguments of `norm_rope` (rope.py). The cache has keys and values [pages, K, PAGE, E], and
 `table` lists each row's pages in order. Out: the attention output [b, H, E]. All dtypes are bf16,
 fp16 or fp32. For inference only. Read next: sample.py.
 
-Equation.   Over a part p of a row's keys: x = q Kᵀ / √E,  m_p = max x,  l_p = Σ exp(x - m_p),
-            o_p = Σ exp(x - m_p) v. Then, with m = max m_p:
-            out = Σ_p exp(m_p - m) o_p / Σ_p exp(m_p - m) l_p   (flash-decoding, Dao et al. 2023).
+Equation.   Over a part p of a row's keys: x = q Kᵀ / √E,  m = max x,  l = Σ exp(x - m),
+            out_p = Σ exp(x - m) v / l,  lse_p = m + log l. Then, with the largest lse:
+            out = Σ_p exp(lse_p - lse) out_p / Σ_p exp(lse_p - lse)   (flash-decoding, Dao et al.
+            2023).
 Parts.      The pages of a row are split into parts. If rows were not split into parts, one long row
             would leave most of the GPU idle. The number of parts depends only on b, so a CUDA graph
             is valid for all lengths. The number of pages per part depends on the row's length. The
-            program for part 0 also handles the newest token and writes it to its page. With one
-            part per row, `attend` divides by l itself, and `combine` does not run.
+            program for part 0 also handles the newest token and writes it to its page. Of the
+            programs of a row and key head, the last one to finish combines the parts, in a fixed
+            order. A counter tells a program whether it is the last one.
 Rotation.   y = u cos + u' sin, where u' = (-b, a) for u = (a, b). Each program normalizes and
             rotates its own queries, which takes less time than the launch of another kernel.
 Groups.     The H/K query heads that share a key head form the rows of one matrix product, padded to
@@ -24,6 +25,7 @@ Bytes.      The kernel reads 4·K·E bytes per cached token in bfloat16. A layer
 Reference.  `paged_attention` in reference/paged.py.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -64,14 +66,15 @@ def rotated(X, WEIGHT, cos, sin, at, here, eps, E):
 
 @triton.jit
 def attend_kernel(
-    Q, K_NEW, V_NEW, WQ, WK, COS, SIN, POSITION, TABLE, KEYS, VALUES, MAXIMA, TOTALS, SUMS,
+    Q, K_NEW, V_NEW, WQ, WK, COS, SIN, POSITION, TABLE, KEYS, VALUES, OUTS, Y, LSES, COUNTS,
     q_stride, k_stride, v_stride, table_stride, scale, eps,
     KV: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr,
     PAGE: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, k, part) computes m, l and o of a part for the HEADS queries of key head k.
+    """Program (row, k, part) computes a part for the HEADS queries of key head k.
 
-    If there is one part, MAXIMA and TOTALS are None, and SUMS is the output. WQ and WK may be None.
+    If there is one part, OUTS is the result, and Y, LSES and COUNTS are None. WQ and WK may be
+    None.
     """
     row = tl.program_id(0).to(tl.int64)
     k_head = tl.program_id(1)
@@ -114,26 +117,30 @@ def attend_kernel(
         x = tl.where(seen[None, :], x, float("-inf"))
         values = tl.load(VALUES + at[:, None] + e, mask=there, other=0.0)
         m, l, o = add_keys(m, l, o, x, values)
-    at = (row * KV * HEADS + head) * PARTS + part
-    if PARTS == 1:
-        o = o / l[:, None]
-    else:
-        tl.store(MAXIMA + at, m, mask=g < HEADS)
-        tl.store(TOTALS + at, l, mask=g < HEADS)
-    tl.store(SUMS + at[:, None] * E + e[None, :], o, mask=mine)
+    group = row * KV + k_head
+    at = (group * HEADS + g) * PARTS + part
+    # l is at least 1, except in a part without keys, where it is 0
+    tl.store(OUTS + at[:, None] * E + e, o / tl.maximum(l, 1.0)[:, None], mask=mine)
+    if PARTS > 1:
+        tl.store(LSES + at, m + tl.log2(l), mask=g < HEADS)
+        tl.debug_barrier()  # all threads have stored before one of them adds to the counter
+        # A program that sees this addition also sees what was stored before it.
+        if tl.atomic_add(COUNTS + group, 1, sem="acq_rel") == PARTS - 1:
+            tl.store(COUNTS + group, 0)  # for the next launch
+            for i in tl.range(HEADS):
+                whole = group * HEADS + i
+                parts = whole * PARTS + tl.arange(0, PARTS)
+                lse = tl.load(LSES + parts)
+                a = tl.exp2(lse - tl.max(lse, 0))  # 0 for a part without keys, whose lse is -inf
+                outs = tl.load(OUTS + parts[:, None] * E + e, mask=(e < E)[None, :], other=0.0)
+                y = tl.sum(outs * a[:, None], 0) / tl.sum(a, 0)
+                tl.store(Y + whole * E + e, y, mask=e < E)
 
 
-@triton.jit
-def combine_kernel(MAXIMA, TOTALS, SUMS, Y, E: tl.constexpr, PARTS: tl.constexpr):
-    """Each program combines the parts of one query head of one row."""
-    head = tl.program_id(0).to(tl.int64)
-    at = head * PARTS + tl.arange(0, PARTS)
-    e = tl.arange(0, padded(E))
-    m = tl.load(MAXIMA + at)
-    a = tl.exp2(m - tl.max(m, 0))  # 0 for a part without keys, since its m is -inf
-    o = tl.load(SUMS + at[:, None] * E + e[None, :], mask=(e < E)[None, :], other=0.0)
-    y = tl.sum(o * a[:, None], 0) / tl.sum(tl.load(TOTALS + at) * a, 0)
-    tl.store(Y + head * E + e, y, mask=e < E)
+@functools.cache
+def counters(device: torch.device, count: int) -> Tensor:
+    """Return zeros [count] int32. A launch of the kernel leaves zeros again."""
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def paged_attention(
@@ -160,15 +167,14 @@ def paged_attention(
     KV, page = keys.shape[1:3]
     parts = min(PARTS, triton.next_power_of_2(max(1, PROGRAMS // (b * KV))))
     y = q.new_empty(b, H, E)
-    maxima, totals, sums = None, None, y
+    outs = y
+    combined: list[Any] = [None] * 3
     if parts > 1:
-        maxima, totals = (q.new_empty(b, H, parts, dtype=torch.float32) for _ in range(2))
-        sums = q.new_empty(b, H, parts, E, dtype=torch.float32)
+        outs = q.new_empty(b, H, parts, E, dtype=torch.float32)
+        combined = [y, outs.new_empty(b, H, parts), counters(q.device, b * KV)]
     *norms, eps = rotation
-    shape = dict(E=E, PARTS=parts)
-    tensors = q, k, v, *norms, positions, table, keys, values, maxima, totals, sums
     attend_kernel[(b, KV, parts)](
-        *tensors,
+        *(q, k, v, *norms, positions, table, keys, values, outs, *combined),
         *(x.stride(0) for x in (q, k, v, table)),
         E**-0.5 * LOG2E.value,
         eps,
@@ -176,9 +182,8 @@ def paged_attention(
         HEADS=H // KV,
         PAGE=page,
         WINDOW=window,
+        E=E,
+        PARTS=parts,
         num_warps=4,
-        **shape,
     )
-    if parts > 1:
-        combine_kernel[(b * H,)](maxima, totals, sums, y, num_warps=1, **shape)
     return y

@@ -121,7 +121,7 @@ class PagedCache:
         return True
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Turn row rows[i] into row i for each i, and drop all other rows. No token is copied."""
+        """Move row rows[i] to row i for each i, and drop all other rows. No token is copied."""
         dropped = [self.rows[row] for row in {*range(len(self.rows))} - {*rows}]
         self.rows = [self.rows[row] for row in rows]
         for prefix, own in dropped:

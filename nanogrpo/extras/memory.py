@@ -29,8 +29,9 @@ has W GPUs and micro-batches of T tokens, and computes in a dtype of b = 2 bytes
   is on rank 0's GPU, its memory counts, too.
 * checkpoint, 12·n/W + 4·n: copies in host memory while a checkpoint is written. Only rank 0 has the
   term 4·n. This term is 2·n if the base has 16 bits.
-* reference, 4·n/W: with beta > 0. This row also counts the reference's gathered root and, if the
-  reference follows the policy, its copy in a checkpoint.
+* reference, 4·n/W: with beta > 0. This row also counts the root of the reference, which
+  FSDP gathers. If the reference follows the policy, the row also counts the copy of the reference
+  in a checkpoint.
 * frozen models, 4·n/W + b·(n_r + 2·n_b) each: the model of --ref-model, and teachers of recipes.
 * reward models, b·n each: on every rank.
 

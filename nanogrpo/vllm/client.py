@@ -8,7 +8,7 @@ is sent per group (n = G), with up to `window` requests in progress on each serv
           ▲                     │ it dies, hangs, or answers with an error
           └──── the group ◄─────┘ is requested again with the same seeds
 
-Because of three rules, the trainer can trust a reply. A request contains every sampling field, so
+Three rules let the trainer trust a reply. A request contains every sampling field, so
 no default of the server applies. Each token is returned with the label of the weights that sampled
 it. A server that returns unknown labels (because it was restarted, or another trainer uses it)
 counts as lost. The prefix cache is salted with the label, so keys computed with older weights are

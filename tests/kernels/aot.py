@@ -154,7 +154,7 @@ def contracts() -> dict[str, Launch]:
     # a decode step; q, k and v are parts of one product
     exactly = torch.no_grad()(functools.partial(bitwise.paged_attention, exact.attend))
     for names, function, rows in (
-        ("paged.attend; paged.combine", kernels.paged_attention, 64),
+        ("paged.attend", kernels.paged_attention, 64),
         ("paged.attend, one part", kernels.paged_attention, 128),
         ("exact.attend", exactly, 64),
     ):
@@ -284,7 +284,7 @@ def report(name: str, launch: Launch, arch: int, code: bool = True) -> dict:
 # Kernels at the limit of registers (32 warps leave 64 per thread), and the largest of the others.
 WIDEST = ("rows", "rows, fp32", "rows, odd stride", "rows, odd stride, fp32")
 WIDEST += ("terms", "terms, on policy", "norm.backward", "rope.backward", "swiglu.backward")
-WIDEST += ("rope.backward, 64 heads", "gather.sum", "paged.attend", "paged.combine")
+WIDEST += ("rope.backward, 64 heads", "gather.sum", "paged.attend")
 WIDEST += ("paged.attend, one part",)
 WIDEST += ("sample.totals", "sample.counts", "sample.pick")
 FOUR_BITS = {rows: f"nf4.matmul, {rows} rows" for rows in (16, 32, 64, 128)}
