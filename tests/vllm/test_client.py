@@ -13,12 +13,11 @@ import torch
 import transformers
 
 from nanogrpo.engine.base import SamplingParams, stream
-from nanogrpo.errors import UserError
 from nanogrpo.extras.truncation import unpacked
 from nanogrpo.vllm import auth
 from nanogrpo.vllm.protocol import check_server
 from nanogrpo.vllm.server import Server, ServerLost
-from tests.conftest import tiny_config
+from tests.conftest import refused, tiny_config
 from tests.model.peers import CONFIGS
 from tests.ranks import free_port
 from tests.vision.tiny import vision_config
@@ -95,7 +94,7 @@ def test_each_token_has_the_set_that_the_filters_keep(fake):
     expected = fake.choice(0, sent[0])["sampling_mask"]
     assert [unpacked(x.kept).tolist() for x in sample.logp] == expected
     spoiled(fake, lambda choice: choice.update(sampling_mask=None))
-    with pytest.raises(UserError, match="with --return-sampling-mask"):
+    with refused("with --return-sampling-mask"):
         engine.sample(PROMPTS[:1], 1, plain, step=0)
 
 
@@ -199,16 +198,18 @@ def test_an_answer_that_is_no_json_object_does_not_count_as_success(fake, where,
 
 def test_an_address_without_a_server_is_reported():
     message = r"--server: http://127.0.0.1:\d+ did not answer /nanogrpo .*; start serve.py there"
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         engine_of(f"http://127.0.0.1:{free_port()}", load=False)
 
 
 @pytest.mark.parametrize(
     "url",
-    ["ftp://x:1", "http://:8000", "http://127.0.0.1", "http://u@127.0.0.1:8000", "127.0.0.1:1/x"],
+    ["ftp://x:1", "http://:8000", "http://127.0.0.1", "http://u@127.0.0.1:8000", "127.0.0.1:1/x"]
+    + ["nowhere"],
 )
 def test_a_malformed_address_is_refused(url):
-    with pytest.raises(UserError, match=r"is not an address; write it as http://127.0.0.1:8000"):
+    message = f"^--server {url} is not an address; write it as http://127.0.0.1:8000"
+    with refused(message):
         Server(url)
 
 
@@ -238,7 +239,7 @@ def test_a_malformed_address_is_refused(url):
 )
 def test_a_server_of_another_model_is_refused(fake, facts, options, sentence):
     fake.facts["config"] |= facts
-    with pytest.raises(UserError, match=f"--server {fake.url}.*{sentence}"):
+    with refused(f"--server {fake.url}.*{sentence}"):
         engine_of(fake, load=False, **options)
 
 
@@ -246,16 +247,15 @@ def test_servers_of_different_dtypes_are_refused(fake):
     with FakeVLLM(tiny_config()) as other:
         other.facts["dtype"] = "bfloat16"
         message = r"--server: the servers use .*bfloat16.*; start all with the same --dtype"
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             engine_of(fake, other, load=False)
 
 
-@pytest.mark.parametrize("reply", [404, {"hello": "world"}, b"<html>", b"[]"])
-def test_a_server_that_is_not_a_sidecar_is_refused(fake, reply):
-    fake.disturb = lambda m, path, b: reply
-    with pytest.raises(
-        UserError, match=rf"--server:? {fake.url} .*(start serve.py|is it a serve.py of this)"
-    ):
+@pytest.mark.parametrize("reply", [404, 500, {"hello": "world"}, b"<html>", b"[]"])
+def test_a_server_that_is_not_a_sidecar_or_whose_engine_has_died_is_refused(fake, reply):
+    """Other paths may still be answered."""
+    fake.disturb = lambda m, path, b: reply if path == auth.INFO else None
+    with refused(rf"--server:? {fake.url} .*(start serve.py|is it a serve.py of this)"):
         engine_of(fake, load=False)
 
 

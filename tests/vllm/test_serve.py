@@ -21,6 +21,7 @@ import serve
 from nanogrpo.errors import UserError
 from nanogrpo.vllm.auth import SECRET
 from nanogrpo.vllm.process import kill_group, on_end
+from tests.conftest import refused
 from tests.ranks import PATIENCE, ROOT, alive, until
 
 LONG = "0123456789abcdef"
@@ -46,7 +47,7 @@ def test_unknown_options_go_to_vllm():
     ],
 )
 def test_options_that_training_relies_on_cannot_be_changed(word):
-    with pytest.raises(UserError, match="cannot be set: training or access control relies on it"):
+    with refused("cannot be set: training or access control relies on it"):
         serve.options(["--model", "m", word, "x"])
 
 
@@ -78,13 +79,13 @@ def test_a_key_for_vllm_itself_is_ignored():
 
 def test_a_missing_vllm_and_an_untested_version_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(UserError, match=r"vLLM is not installed in .*; install vllm==0.32.0 there"):
+    with refused(r"vLLM is not installed in .*; install vllm==0.32.0 there"):
         serve.check_vllm()
     vllm = types.ModuleType("vllm")
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     vllm.__version__ = "0.33.0"
     message = r"vLLM 0.33.0 is installed, but the sidecar was tested with 0.32.0; install that"
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         serve.check_vllm()
     vllm.__version__ = "0.32.0+cpu"
     serve.check_vllm()
@@ -93,7 +94,7 @@ def test_a_missing_vllm_and_an_untested_version_are_refused(monkeypatch):
 @pytest.mark.parametrize("secret", ["", "short", "ünïcödé-ünïcödé-ünïcödé"])
 def test_without_a_good_secret_no_server_starts(monkeypatch, secret):
     monkeypatch.setenv(SECRET, secret)
-    with pytest.raises(UserError, match="at least 16 printable ASCII characters, and its trainers"):
+    with refused("at least 16 printable ASCII characters, and its trainers"):
         serve.check_secret()
     monkeypatch.setenv(SECRET, LONG)
     serve.check_secret()

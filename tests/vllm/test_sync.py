@@ -18,7 +18,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from nanogrpo import Config
 from nanogrpo.distributed.world import join
-from nanogrpo.errors import UserError
 from nanogrpo.vllm.buckets import (
     ALIGN,
     DTYPES,
@@ -29,7 +28,7 @@ from nanogrpo.vllm.buckets import (
     checksum,
 )
 from nanogrpo.vllm.sync import WeightSync
-from tests.conftest import tiny_model
+from tests.conftest import refused, tiny_model
 from tests.ranks import PATIENCE, SERVER, run
 from tests.vllm.real import train_a_little
 
@@ -188,7 +187,7 @@ def test_a_limit_on_file_sizes_is_reported_in_one_sentence():
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        with pytest.raises(UserError, match=r"shared memory for the weights.*ulimit -f"):
+        with refused(r"shared memory for the weights.*ulimit -f"):
             WeightSync(tiny_model(), "float32", torch.device("cpu"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
