@@ -12,9 +12,9 @@ Equation.   Over a part p of a row's keys: x = q Kᵀ / √E,  m = max x,  l = �
 Parts.      The pages of a row are split into parts. If rows were not split into parts, one long row
             would leave most of the GPU idle. The number of parts depends only on b, so a CUDA graph
             is valid for all lengths. The number of pages per part depends on the row's length. The
-            program for part 0 also handles the newest token and writes it to its page. Of the
-            programs of a row and key head, the last one to finish combines the parts, in a fixed
-            order. A counter tells a program whether it is the last one.
+            program for part 0 also handles the newest token and writes it to its page. A row and
+            key head have one program per part. The last of these programs to finish combines the
+            parts, in a fixed order. A counter tells a program whether it is the last one.
 Rotation.   y = u cos + u' sin, where u' = (-b, a) for u = (a, b). Each program normalizes and
             rotates its own queries, which takes less time than the launch of another kernel.
 Groups.     The H/K query heads that share a key head form the rows of one matrix product, padded to

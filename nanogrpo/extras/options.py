@@ -444,7 +444,7 @@ class VisionOptions(Core):
 
 @dataclass(frozen=True)
 class DataOptions(Core):
-    """Data sets of the hub and other files."""
+    """Data sets from the Hugging Face Hub, and other kinds of files."""
 
     dataset_config: str = option("", "configuration of a data set of the hub, such as main")
     dataset_train_split: str = option(
@@ -547,8 +547,8 @@ class Config(  # the last base class comes first in `--help-all`
 
         `args` is a dict or a GRPOConfig. Only the values of a GRPOConfig that differ from its
         defaults are used. `given` are options under TRL's names or ours, and the arguments model,
-        processing_class and peft_config of TRL's GRPOTrainer (trl_objects.py). Raises UserError for
-        all mistakes at once.
+        processing_class and peft_config of TRL's GRPOTrainer (trl_objects.py). If there are
+        mistakes, raises one UserError that lists all of them.
 
         >>> Config.from_trl(GRPOConfig(output_dir="a", beta=0.1), model="Qwen/Qwen3-0.6B", lora_r=8)
         """

@@ -397,14 +397,14 @@ class Notes:
 
     @contextlib.contextmanager
     def mistake(self) -> Iterator[None]:
-        """Note a UserError, so that all mistakes can be raised together."""
+        """Keep a UserError, so that one error can list all mistakes."""
         try:
             yield
         except UserError as e:
             self.mistakes += e.args
 
     def check(self, where: str = "") -> None:
-        """Raise all mistakes together, if there are any."""
+        """If there are mistakes, raise one UserError that lists all of them."""
         if self.mistakes:
             raise UserError(f"{where}{UserError(*self.mistakes)}")
 

@@ -68,7 +68,7 @@ def tensors(
 
     Only trained parameters are included, because all other parameters are read from --model. The
     tensors of a sharded model are DTensors, which know their position in the full tensor. So a run
-    can resume on another number of ranks.
+    can resume on a different number of ranks.
     """
     fsdp.reshard(model)
     out: dict[str, Tensor] = {}

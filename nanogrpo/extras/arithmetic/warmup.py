@@ -143,8 +143,8 @@ def imitate(
     """Train a model to write the given samples of each step. The learning rate rises linearly for
     `rise` steps, then falls linearly to a twentieth of its peak.
 
-    Supervised learning is a policy gradient in which every completion comes from another source and
-    has the advantage 1. So this function uses the trainer's own loss.
+    Supervised learning is a policy gradient whose completions are not sampled from the policy, and
+    all have the advantage 1. So this function uses the trainer's own loss.
     """
     cfg = Config()
     optimizer = optim.make_optimizer(model, cfg)
