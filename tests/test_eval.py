@@ -14,7 +14,7 @@ import train
 from nanogrpo.extras import commandline, commands
 from nanogrpo.logs import metrics
 from nanogrpo.logs.metrics import Facts
-from tests.conftest import arguments, lines, read_rows, write_rows
+from tests.conftest import arguments, lines, read_rows, refused, write_rows
 
 DATA = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(2) for b in range(3)]
 
@@ -87,6 +87,8 @@ def test_it_writes_every_completion_and_the_same_numbers_as_training(
     monkeypatch.setenv("RANK", "1")  # only one rank prints the options
     assert commandline.of_run(f"{tmp_path}/run/checkpoint-1", "data") == {"data": [f"{data}"]}
     assert capsys.readouterr().err == ""
+    with refused("checkpoint-9 does not exist: `nanogrpo runs "):
+        commandline.of_run(f"{tmp_path}/run/checkpoint-9", "data")
 
 
 def test_an_option_of_training_is_not_one_of_evaluations(tiny_base, data, tmp_path, capsys):
