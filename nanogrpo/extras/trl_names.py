@@ -67,10 +67,10 @@ TRANSLATED = table(
         vLLM's options of the same names, in `--vllm-options`; as in TRL, they apply only to a
         server that the trainer starts; by default, the server's memory depends on the free memory
     vllm_importance_sampling_correction
-        `true` is `--vllm-importance-sampling-mode sequence_mask`, unless another mode is given;
+        `true` is `--vllm-importance-sampling-mode sequence_mask`, unless a different mode is given;
         `false` is `off`
     use_peft
-        `true` is `--lora-r 16`, unless another rank is given; `false` is `--lora-r 0`
+        `true` is `--lora-r 16`, unless a different rank is given; `false` is `--lora-r 0`
     use_cpu
         `true` is `--device cpu`; otherwise a GPU is used if there is one
     fp16
@@ -82,7 +82,7 @@ TRANSLATED = table(
         `true` is `--resume`, which continues from the last checkpoint in `--output-dir`; to
         continue from an earlier checkpoint, delete the later ones
     sync_ref_model
-        `true` is `--ref-model-sync-steps 512`, unless another number is given; `false` is 0
+        `true` is `--ref-model-sync-steps 512`, unless a different number is given; `false` is 0
     eval_strategy
         `steps` changes nothing, and `no` is `--eval-steps 0`; otherwise give a number to
         `--eval-steps`
@@ -204,7 +204,7 @@ UNSUPPORTED = table(
     label_smoothing_factor
         completions have advantages instead of labels
     neftune_noise_alpha lora_dropout
-        with noise, the policy in training would differ from the one that sampled
+        with noise, the policy in training would differ from the policy that samples
     optim_args optim_target_modules
         AdamW is the only optimizer; its settings are `--adam-beta1`, `--adam-beta2`,
         `--adam-epsilon` and `--weight-decay`
