@@ -241,9 +241,9 @@ BENCHES = {
             " The engine needs no copy of a 4-bit base model, because it dequantizes the weights in"
             " each decode step. All ten runs on a GPU shared one GPU, so each run took longer"
             " than it would take alone.",
-            "The weights of the 135M base model come from a package that stores them in another"
-            " 4-bit format (examples/smollm2.py). Rounding these weights again, to NF4, reduces the"
-            " accuracy before training.",
+            "The weights of the 135M base model come from a package that stores them in a 4-bit"
+            " format other than NF4 (examples/smollm2.py). Rounding these weights again, to NF4,"
+            " reduces the accuracy before training.",
             *tables_learning.rises(records),
         ],
     ),
@@ -365,8 +365,8 @@ BENCHES = {
         + [(f"{size}, GPU, bfloat16, uneven", "TRL, asynchronous") for size in common.LARGE],
         command="python -m bench.step_time --shape 0.6B",
         notes=lambda records: [
-            "MFU (model FLOP utilization) is the FLOP of a step, without padding and recomputation,"
-            " divided by the time of the step and by the dense peak FLOP/s of the device."
+            "MFU (model FLOP utilization) is the FLOP/s of a step divided by the dense peak FLOP/s"
+            " of the device. Operations on padding and recomputation are not counted."
         ],
     ),
     "step_trace": Bench(
@@ -399,9 +399,9 @@ BENCHES = {
         ],
     ),
     "rollout_large": Bench(
-        "How fast does the local engine sample on a GPU, compared with vLLM? In the case uneven,"
-        " the goal for Qwen3-0.6B on an H100 is 25,000 useful tokens/s, and the formulas of"
-        " docs/scale.md predict 44,000 useful tokens/s. The case nano-vllm is the workload of"
+        "How fast does the local engine sample on a GPU, compared with vLLM? In the case"
+        " `uneven`, the goal for Qwen3-0.6B on an H100 is 25,000 useful tokens/s, and the formulas"
+        " of docs/scale.md predict 44,000 useful tokens/s. The case `nano-vllm` is the workload of"
         " nano-vllm's bench.py: 256 sequences at temperature 0.6, with prompts of 100 to 1,024"
         " random tokens and completions of 100 to 1,024 tokens. In this case, tokens/s counts only"
         " the tokens of completions. `--cases nano-vllm` runs this case alone.",

@@ -55,8 +55,8 @@ def seconds_to(record: dict, accuracy: float) -> float | None:
 
 
 def alternated(records: list[dict]) -> dict[str, list[dict]]:
-    """Return the runs with seeds that both trainers ran, because only the times of these runs can
-    be compared. If only one trainer has runs, all its runs are returned.
+    """Return the runs of those seeds that both trainers ran, because only the times of these runs
+    can be compared. If only one trainer has runs, all its runs are returned.
     """
     runs = {side: [r for r in records if r["side"] == side and "held_out" in r] for side in SIDES}
     both = {r["seed"] for r in runs["nanogrpo"]} & {r["seed"] for r in runs["TRL"]}
