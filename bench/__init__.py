@@ -4,6 +4,6 @@ to bench/results/, from which all tables and plots are generated. Read first: co
 
 import os
 
-# Otherwise loading bars and notes of transformers appear between the rows of a table.
+# Otherwise, transformers prints progress bars and messages between the rows of a table.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

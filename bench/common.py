@@ -72,9 +72,8 @@ def parser(bench: str, doc: str, threads: bool = True, **numbers) -> argparse.Ar
 
 
 def place_of(folder: Path, path: str) -> Path:
-    """Return the file to which a plot or page is written. If the results are written to
-    bench/results, this is `path` in the repository. Otherwise, the file is in the folder of the
-    results.
+    """Return the file to which a plot or page is written. This file is `path` in the repository
+    if the results are written to bench/results. Otherwise, it is in the folder of the results.
     """
     return ROOT / path if folder == RESULTS else folder / Path(path).name
 

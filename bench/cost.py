@@ -82,7 +82,8 @@ def _gpu(tflops: float, tb: float, gib: int, link: float, network: float) -> Dev
 
 
 # Most of these numbers come from NVIDIA's data sheets.
-# The numbers of L4, A10G, 3090, 5090, A6000 and RTX-PRO-6000 have not been checked against them.
+# The numbers of L4, A10G, 3090, 5090, A6000 and RTX-PRO-6000 have not been checked against data
+# sheets.
 # Memory sizes are in GiB. An L40S has 48 GiB, but its ECC takes 3 GiB.
 # Each GPU has one network adapter.
 # Its speed in Gbit/s is 400 for H100, H200 and B200, 200 for A100, 100 for L40S, and 10 for others.
@@ -106,8 +107,8 @@ GPUS = {
 
 def gpu(name: str) -> tuple[str, Device] | None:
     """Return the name and the `Device` of a GPU, or None if `name` is unknown. `name` may also be a
-    memory size such as `24GB`. The result then has this memory size, and the name and the speeds of
-    the GPU in `GPUS` with the nearest memory size. If several GPUs are equally near, the slowest is
+    memory size such as `24GB`. The result is then the GPU in `GPUS` whose memory size is nearest,
+    but its `memory` is set to the given size. If several GPUs are equally near, the slowest is
     used.
     """
     named = {key.lower(): key for key in GPUS}.get(name.lower())
@@ -145,7 +146,8 @@ class Work(NamedTuple):
 
 def lengths(count: int, mean: float, longest: int) -> list[int]:
     """Return `count` lengths from 1 to `longest`, whose mean is about `mean`. The distribution is a
-    truncated exponential, similar to that of the completions of reasoning models.
+    truncated exponential. The lengths of a reasoning model's completions have a similar
+    distribution.
     """
     low, high = 0.0, 1e3 * longest
     # The lengths are quantiles of the distribution, so they are not random.

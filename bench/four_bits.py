@@ -1,5 +1,5 @@
 """Do LoRA adapters learn as well on a base model in four bits (--load-in-4bit) as on a base model
-in bfloat16? How much memory does each of them need?
+in bfloat16? How much memory does a run need with each base model?
 
 In: nothing. If a base model is missing, it is created as in bench.learning or bench.real_model.
 Out: results/four_bits.json with one record per run, and docs/img/four_bits.png. The plot shows

@@ -73,7 +73,7 @@ STAGES: dict[str, list[list[str]]] = {  # tables.py names these stages, too
         ],
     ],
 }
-# The files that a stage needs. `make gpu` writes them, if the network allows it.
+# The files that a stage needs. `make gpu` creates them if the model can be downloaded.
 NEEDS = {"train": "runs/smollm2/config.json"}
 # The records that the stages write. tables.py defines a table for each.
 TABLES = (

@@ -204,7 +204,7 @@ def head(device: str, temperature: float, epsilon: float) -> Sides:
     def quack(hidden: Tensor, lm_head: Tensor, targets: Tensor) -> Tensor:
         from quack.linear_cross_entropy import linear_cross_entropy_func
 
-        # Without logits, quack has only the mean and the sum of the losses.
+        # If quack does not store the logits, it returns only the mean or the sum of the losses.
         how = {"reduction": "none", "inplace_backward": True}
         return -linear_cross_entropy_func(hidden / temperature, lm_head, None, targets, **how)
 

@@ -6,7 +6,7 @@
 
 In: nothing. Logits, hidden states and weights are random. Out: results/kernel_speed.json, with one
 record per operation and implementation (side). A record contains the time, the peak memory, the
-number of launches, the error relative to float64, and the floor, a lower bound on the time
+number of launches, the error relative to float64, and a lower bound on the time, called the floor
 (kernels/README.md).
 
 Each round runs all sides. Before each call, the logits are restored and the L2 cache is

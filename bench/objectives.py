@@ -9,9 +9,9 @@ single row:
     python -m bench.objectives --experiments clip --cases "0.2"
 
 Six experiments train SmolLM2-135M on the word problems of `make real`, and need a GPU. The last
-experiment trains the tiny model of `make demo` on a CPU, with each loss type and other options. The
-options of individual rows are not tuned. Within an experiment, all rows have the same learning
-rate, except the on-policy row of the tiny model.
+experiment trains the tiny model of `make demo` on a CPU. It has a row for each loss type, and rows
+for other options of the loss. The options of individual rows are not tuned. Within an experiment,
+all rows have the same learning rate, except the on-policy row of the tiny model.
 
 Several runs execute in parallel. A record is written when its run ends. A run that has a record is
 not repeated, so an interrupted benchmark can be continued. If two rows have the same options, both
@@ -376,7 +376,7 @@ def training(run: dict) -> float:
 def difference(value: Callable[[dict], float], mine: Sequence[dict], first: Sequence[dict]) -> str:
     """Return the mean difference between two rows, and its standard error.
 
-    The runs are paired by their seed, because runs of one seed draw the same prompts.
+    The runs are paired by seed, because runs with the same seed draw the same prompts.
     """
     of_seed = {r["seed"]: value(r) for r in first}
     apart = [value(r) - of_seed[r["seed"]] for r in mine if r["seed"] in of_seed]

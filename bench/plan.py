@@ -7,9 +7,9 @@ SmolLM2-135M. Out: results/plan.json, with the predicted and the measured second
 prediction uses the same lengths.
 
 The prediction uses the formulas of bench/cost.py with the speeds of the CPU. Each speed is measured
-on operations with the same shapes and numbers of rows as in the model. A measurement of decode
-steps uses matrices for all layers, so the weights are in the CPU's cache only if all weights of the
-model fit into the cache. No constant is fitted. Read next: bench/cost.py.
+on operations with the same shapes and numbers of rows as in the model. Decode steps are measured
+with separate matrices for each layer. So the weights stay in the CPU's cache only if the weights of
+all layers fit into the cache. No constant is fitted. Read next: bench/cost.py.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ def decoding(c: ModelConfig, samples: list[Sample]) -> dict[str, float]:
     K, E, V, L = c.num_key_value_heads, c.head_dim, c.vocab_size, c.num_hidden_layers
     longest = max(len(s.token_ids) for s in samples)
     rows = max(1, round(sum(len(s.token_ids) for s in samples) / longest))  # on average
-    # Each layer gets its own matrices, so the cache cannot hold more of them than in the model.
+    # Each layer gets its own matrices. Matrices shared by all layers could fit into the cache,
+    # although the model's weights do not.
     whole = [*shapes(c) * L, (c.hidden_size, V)]
     steps = [(linear.repacked(rand(o, i), None, len(samples)), i) for i, o in whole]
 

@@ -386,8 +386,9 @@ def main(argv: list[str] | None = None) -> int:
         if not found:
             raise UserError(
                 f"{args.model} does not fit on {args.gpus} × {args.gpu} with these options, or the "
-                f"{cfg.prompts_per_step} prompts of a step cannot be shared evenly: use more or "
-                "larger GPUs, --lora-r 16 (with --load-in-4bit), or --optim adamw_torch_8bit."
+                f"{cfg.prompts_per_step} prompts of a step cannot be split evenly among the GPUs: "
+                "use more or larger GPUs, --lora-r 16 (with --load-in-4bit), or --optim "
+                "adamw_torch_8bit."
             )
         report(found, args, words, on_disk(model, cfg))
     except UserError as e:

@@ -5,10 +5,11 @@ In: nothing. This file creates a random Qwen3 of about three million parameters.
 results/rollout_speed.json with three cases:
 
 * even: one batch of completions of equal length. This case measures only the decode steps.
-* uneven: several batches of completions, with lengths similar to those of reasoning models. The
-  mean length is a third of the maximum, and both engines process at most `--batch` completions at a
-  time. The local engine replaces finished completions. `generate` continues each batch until its
-  longest row ends, and pads the other rows. Only the requested ("useful") tokens are counted.
+* uneven: several batches of completions, whose lengths vary as in the output of a reasoning
+  model. The mean length is a third of the maximum, and both engines process at most `--batch`
+  completions at a time. The local engine replaces finished completions. `generate` continues each
+  batch until its longest row ends, and pads the other rows. Only the requested ("useful") tokens
+  are counted.
 * nano-vllm: a smaller version of the workload of nano-vllm's bench.py (`nano_vllm`). The prompts
   have different lengths, too, and all sequences are requested at once. Transformers'
   `generate_batch` (continuous batching) is used instead of `generate`.
@@ -26,9 +27,9 @@ threads as the other engines, computes in float32, and processes at most --batch
 time.
 
 With --shape 0.6B, this command instead compares the engines on a GPU (results/rollout_large.json),
-in the cases uneven and nano-vllm. All engines compute in bfloat16, and process 256 completions at a
-time. The case nano-vllm is then the original workload: 256 sequences with prompts and completions
-of up to 1,024 tokens each. Read next: nanogrpo/engine/local.py.
+in the cases `uneven` and `nano-vllm`. All engines compute in bfloat16, and process 256 completions
+at a time. The case `nano-vllm` is then the original workload: 256 sequences with prompts and
+completions of up to 1,024 tokens each. Read next: nanogrpo/engine/local.py.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def nano_vllm(sequences: int, longest_prompt: int, longest: int, vocab: int) -> 
 
     The shortest prompt and the shortest completion are about a tenth as long as the longest. If the
     first three arguments are 256, 1024 and 1024, and the vocabulary has more than 10,000 ids, the
-    requests are the same as in nano-vllm: prompts with 142,827 tokens and completions with 133,966
-    tokens (github.com/GeeeekExplorer/nano-vllm).
+    requests are the same as in nano-vllm: 142,827 tokens of prompts and 133,966 tokens of
+    completions in total (github.com/GeeeekExplorer/nano-vllm).
     """
     rng, last = random.Random(0), min(10_000, vocab - 1)
 
@@ -305,8 +306,10 @@ def generators(kind: str, model: Decoder, args: argparse.Namespace, stack: ExitS
 
 
 def cached(args: argparse.Namespace) -> int:
-    """Return the size of the cache in the case nano-vllm, in tokens: two thirds of the tokens of
-    all sequences. The cache never needs more, because sequences end at different times.
+    """Return the size of the cache in the case `nano-vllm`, in tokens.
+
+    Two thirds of the tokens of all sequences are always enough, because sequences end at different
+    times.
     """
     return sum(len(p.token_ids) + (p.max_tokens or 0) for p in requests("nano-vllm", args)) * 2 // 3
 

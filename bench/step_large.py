@@ -109,7 +109,7 @@ SETTINGS = {
 
 
 def forward_flops(c: ModelConfig, tokens: int, rows: int, pairs: float) -> float:
-    """Return the FLOP of a forward pass, which are a third of the FLOP of a training step.
+    """Return the FLOP of a forward pass, a third of the FLOP of a training step.
 
     `rows` is the number of hidden states that the head processes.
     """

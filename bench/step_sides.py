@@ -56,8 +56,8 @@ class Case:
 
 def make_samples(case: Case, prompt: int, longest: int) -> list[Sample]:
     """Return random samples for the case, with completions of these lengths. Each group contains
-    both rewards. Otherwise, a group would have no gradient: nanogrpo would leave it out, but TRL
-    would compute it.
+    both rewards. If all rewards of a group were equal, the group would have no gradient. nanogrpo
+    would then leave out the group, but TRL would not.
     """
     rng, count = random.Random(0), case.P * case.G
     lengths = [longest] * count if case.even else uneven_lengths(count, longest)

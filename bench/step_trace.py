@@ -216,7 +216,7 @@ def of_host(repeats: int, argv: Sequence[str]) -> list[dict]:
 
 # The first pattern that matches a kernel's name gives its class.
 # A Triton kernel has the name of its function.
-# So with NANOGRPO_ATTENTION=triton, the forward pass of attention is in the class element-wise.
+# So with NANOGRPO_ATTENTION=triton, the forward pass of attention is in the class "element-wise".
 CLASSES = {
     "attention": r"flash|fmha|attention|attend|^queries_kernel|^keys_kernel",
     "head rows": r"^row_kernel|log_softmax",

@@ -1,4 +1,4 @@
-"""Build TRL's GRPOTrainer with our options and with the settings that make it fastest.
+"""Build TRL's GRPOTrainer with our options and with TRL's fastest settings.
 
 In: a `Config`, a checkpoint folder, prompts. Out: a trainer that is ready to train. Options that
 exist in TRL are passed to TRL under the same name. The other settings are the fastest for the
