@@ -72,8 +72,8 @@ RATIOS = (
 
 
 def ratios(bench: str, quantity: str, cases: Sequence[str], folder: Path) -> list[float]:
-    """Return the ratios between nanogrpo and TRL in these cases. The ratio of memory compares the
-    largest values of all runs.
+    """Return the ratios between nanogrpo and TRL in these cases. The ratio of memory compares
+    the largest value of each trainer.
     """
     records = common.read(bench, folder)
     if quantity == "over TRL":  # computed from all steps of both trainers
