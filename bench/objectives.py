@@ -132,12 +132,12 @@ EXPERIMENTS = {
             "64 × 2 prompts": "--num-generations 64",
         },
         "The differences between groups of 4, 8 and 16 are within the noise. Compared with groups"
-        " of 8, groups of 2, 32 and 64 have a lower mean accuracy at the end (by 2 to 6 points)"
-        " and in training (by 7 to 10 points). But the differences from groups of 8 are at most"
-        " 2.3 standard errors. Another difference is larger, although we had not planned to test"
-        " it: in training, runs with groups of 32 are 7 points less accurate than runs with groups"
-        " of 16 (3.4 standard errors). So the eight seeds suggest, but do not prove, that runs"
-        " learn more slowly with groups of two, and with large groups from few prompts.",
+        " of 8, groups of 2, 32 and 64 have a lower mean accuracy at the end (by 2 to 6 points) and"
+        " in training (by 7 to 10 points). But the differences from groups of 8 are at most 2.3"
+        " standard errors. We also found a larger difference, which we had not planned to test: in"
+        " training, runs with groups of 32 are 7 points less accurate than runs with groups of 16"
+        " (3.4 standard errors). So the eight seeds suggest, but do not prove, that runs learn more"
+        " slowly with groups of two, and with large groups from few prompts.",
     ),
     "baseline": Experiment(
         "What should be subtracted from a reward, and by what should the difference be divided?",
@@ -151,12 +151,12 @@ EXPERIMENTS = {
         },
         "If centered rewards are divided by the standard deviation of the batch instead of the"
         " group, runs end 6.5 points higher (3.4 standard errors). But the 6.5 points may be"
-        " chance: the difference in training accuracy and the differences from the rows without a"
-        " division are within the noise. All other differences from the first row are within the"
-        " noise. `rloo` subtracts the mean of the other seven completions. The advantages of"
-        " `rloo` are 8/7 times the advantages of the second row, and AdamW almost cancels such a"
-        " factor. So `rloo` and the second row should end alike, and we attribute their difference"
-        " of 2.4 ± 2.1 points to chance.",
+        " chance. The difference in training accuracy is within the noise, and so are the"
+        " differences from the rows without a division. All other differences from the first row"
+        " are within the noise. `rloo` subtracts the mean of the other seven completions. The"
+        " advantages of `rloo` are 8/7 times the advantages of the second row, and AdamW almost"
+        " cancels such a factor. So `rloo` and the second row should end alike, and we attribute"
+        " their difference of 2.4 ± 2.1 points to chance.",
     ),
     "normalizer": Experiment(
         "By which number is the loss of a token divided?",
@@ -271,11 +271,12 @@ tokens of cispo keep their gradient.
 
 The column `minus first row` is the mean difference from the first row ± its standard error. For
 each seed, the run of a row is compared with the run of the first row. If two rows were equally
-good, their difference would still exceed 2.4 standard errors by chance in one of twenty cases, or
-2.8 standard errors if there are only five seeds (Student's t). So a table with sixteen differences
-may well contain a difference that exceeds this limit by chance. The tables on group size, baseline
-and normalizer have the same eight runs in their first rows. If these eight runs ended low by
-chance, all differences in these three tables are too high.
+good, their difference would still exceed a certain limit by chance in one of twenty cases. For
+eight seeds, this limit is 2.4 standard errors, and for five seeds, it is 2.8 standard errors
+(Student's t). So a table with sixteen differences may well contain a difference that exceeds the
+limit by chance. The tables on group size, baseline and normalizer have the same eight runs in their
+first rows. If these eight runs ended low by chance, all differences in these three tables are too
+high.
 
 We did not tune the options of individual rows. All rows of a table have the same learning rate. The
 learning rate is 3e-5, from examples/word_problems.json, unless the options of all rows set another
@@ -284,13 +285,14 @@ learning rate. Only the row `dapo, on policy` of the tiny model has its own lear
 [equations.md](equations.md#the-loss-of-a-token) lists their equations.
 
 The default values of options are those of TRL, so that a command for TRL gives the same numbers in
-nanogrpo. For cispo, gspo and luspo, TRL's defaults are not the values of the papers: with
-`--epsilon 0.2`, cispo bounds each weight by 0.2, and the ratios of sequences are almost never
-clipped. Without `--importance-sampling-level sequence`, luspo has ratios per token. If a run uses
-one of these losses with TRL's defaults, it logs the values of the paper when it starts. The rows
-below use the values of the papers. With sequence ratios, `--top-entropy-quantile` cannot remove
-the gradient of single tokens, because the ratio of a sequence depends on all of its tokens. As in
-TRL, the option then only scales the gradient of each completion.
+nanogrpo. For cispo, gspo and luspo, TRL's defaults are not the values of the papers. With the
+default `--epsilon 0.2`, cispo limits each weight to 0.2, and the ratios of sequences in gspo and
+luspo are almost never clipped. Without `--importance-sampling-level sequence`, luspo has ratios per
+token. If a run uses one of these losses with TRL's defaults, it logs the values of the paper when
+it starts. The rows below use the values of the papers. With sequence ratios,
+`--top-entropy-quantile` cannot remove the gradient of single tokens, because the ratio of a
+sequence depends on all of its tokens. As in TRL, the option then only scales the gradient of each
+completion.
 
 To repeat a row, run `python train.py` with the options of all rows and the options of this row,
 once for each of the seeds 0, 1, … (`--seed 0`). The word problems need `--model runs/smollm2`,
