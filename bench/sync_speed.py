@@ -8,10 +8,10 @@ The time of a sync includes everything that the training loop waits for (nanogrp
 gathering the weights into buckets, pausing the server, transferring the buckets, loading them into
 vLLM's fused layers, setting the weights' version, and resuming the server. After each block of
 syncs, the server samples completions, and its log-probs are compared with the trainer's. So a fast
-sync that transfers wrong weights would be noticed. The transports are measured alternately on the same
-server. On a CPU, trainer and server run on the same machine and share its cores, so GB/s measures
-copying rather than a network. vLLM's own sync engine is not measured, because it needs GPUs. Read
-next: nanogrpo/vllm/sync.py.
+sync that transfers wrong weights would be noticed. The transports are measured alternately on the
+same server. On a CPU, trainer and server run on the same machine and share its cores, so GB/s
+measures copying rather than a network. vLLM's own sync engine is not measured, because it needs
+GPUs. Read next: nanogrpo/vllm/sync.py.
 """
 
 from __future__ import annotations
