@@ -46,11 +46,11 @@ FIXED = {
 
 # Options for vLLM on a CPU, which the user can override.
 # Chunked prefill is off, so that no prompt is split.
-# After a split, vLLM would reset the request's random stream, which fails on a CPU.
+# After a split, vLLM would reset the request's random stream, and this reset fails on a CPU.
 # Blocks are short, because the completions of a group share only full blocks of their prompt.
 # vLLM's default on a CPU is 128 tokens, and its fast kernel needs a multiple of 32.
 ON_CPU = ["--no-enable-chunked-prefill", "--block-size", "32", "--kv-cache-memory-bytes"]
-LARGEST = 16 << 30  # default limit of the KV cache, in bytes: vLLM fills the cache with zeros
+LARGEST = 16 << 30  # default limit of the KV cache in bytes, because vLLM zeroes the full cache
 
 
 def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -112,7 +112,7 @@ def check_vllm() -> None:
 def check_port(host: str, port: int) -> None:
     """Raise UserError if the port is taken, before vLLM spends a minute loading."""
     try:
-        # like the server, `listen` can use a port again soon after it was closed
+        # `listen` accepts a port that was closed a moment ago, as the server does
         listen(host, port).close()
     except (OSError, OverflowError) as e:
         raise UserError(

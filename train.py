@@ -103,7 +103,7 @@ def train(run: Run) -> None:
             run.done = step + 1
             log_step(run, step, samples, generation, meter, clock)
             # `stopping` is True if any rank has received a signal to stop.
-            # If a save failed on any rank, this line raises its error on every rank.
+            # If a save failed on any rank, this line raises the error of the save on every rank.
             stopping = world.any(asked.is_set(), error=run.saver.failure())
             if run.due(cfg.eval_steps) and not stopping:
                 evaluate(run)  # first copies the new weights to the engine

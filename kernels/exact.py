@@ -7,10 +7,10 @@ few completions, and the trainer computes whole strips. With these functions, bo
 bits.
 
 Why bits differ. Float addition is not associative: (a + b) + c ≠ a + (b + c). A library chooses the
-            order of a sum by the shape of a matrix, because other orders are faster for other
-            shapes. So if a row is in a batch of another size, its sums have another order, and its
-            last bits differ. Over all layers, log-probs then differ by about 1e-6 in float32, and
-            by 1e-2 in bfloat16.
+            order of a sum by the shape of a matrix, because the fastest order depends on the shape.
+            So if a row is in a batch of a different size, its numbers are added in a different
+            order, and the last bits differ. Over all layers, log-probs then differ by about 1e-6 in
+            float32, and by 1e-2 in bfloat16.
 Remedy.     The order of each sum must depend only on the position of the token in its sequence.
             * A matrix product computes tiles of `ROWS` rows, whatever the number of rows. The last
               tile is filled up with zeros. So the library always sees the same shape.
@@ -18,8 +18,8 @@ Remedy.     The order of each sum must depend only on the position of the token 
               from the first key of the sequence. A block that a query does not see adds exactly 0,
               so it does not matter how many blocks follow.
             * RMSNorm, rotation and log-softmax already compute each row independently, so they are
-              not replaced. PyTorch's silu is replaced, because it uses another formula for the last
-              elements of a tensor if the number of elements is not a multiple of the vector width.
+              not replaced. PyTorch's silu is replaced: if the number of elements is not a multiple
+              of the vector width, silu computes the last elements with a different formula.
             * Sampling and training compute the log-prob with the same function.
 Cost.       On one core, a product with tiles of 64 rows takes 1.4 times as long as one product of
             1024 rows. A decode step with fewer than 64 rows computes 64 rows.
@@ -54,11 +54,11 @@ def attend(
 ) -> Tensor:
     """Return the attention output for q [T, H, E] with `heads` key heads, in tiles of queries.
 
-    `tiles` contains the int64 vectors first, count, seen and start [tiles], and at [keys]. The
-    queries of a tile are the rows first … first + count of q. These are at most QUERIES rows. The
-    first query of a tile sees `seen` keys, and each further query sees one key more. The address of
-    key i of key head h is at[start + i] + h · `head_stride`. An address is an index into k and v,
-    which are contiguous.
+    `tiles` contains int64 vectors: `first`, `count`, `seen` and `start` have the shape [tiles], and
+    `at` has the shape [keys]. The queries of a tile are the rows first … first + count of q. These
+    are at most QUERIES rows. The first query of a tile sees `seen` keys, and each further query
+    sees one key more. The address of key i of key head h is at[start + i] + h · `head_stride`. An
+    address is an index into k and v, which are contiguous.
 
     Each block of keys updates the running maximum m, sum l and result o (Milakov and Gimelshein
     2018, 1805.02867). The output is o / l.

@@ -158,7 +158,7 @@ def _chunks(mask: Tensor, size: int) -> Sequence[Tensor]:
 
 
 def _buffer(hidden: Tensor, lm_head: Tensor, chunks: Sequence[Tensor]) -> Tensor:
-    """Return a buffer for the logits [C, V] of the longest chunk, which all chunks reuse."""
+    """Return a buffer for the logits [C, V] of the longest chunk. All chunks reuse the buffer."""
     return hidden.new_empty(max(map(len, chunks), default=0), len(lm_head))
 
 

@@ -70,7 +70,7 @@ class Branching(Wrapper):
         k, stems = self.run.cfg.branches, []
         pairs = most_uncertain(self.run, self.engine.sample(prompts, n // k, params, step))
         for s, t in pairs:
-            # a negative id differs from the ids of prompts, so it selects other random numbers
+            # no prompt has a negative id, so the stem gets different random numbers
             ids, new = s.prompt.token_ids + s.token_ids[:t], ~(s.prompt.id * n + s.index)
             stems.append(replace(s.prompt, id=new, token_ids=ids, max_tokens=params.max_tokens - t))
         samples = self.engine.sample(stems, k, params, step)

@@ -10,8 +10,8 @@ token:
 
 By default, `reward_coef` is 0: the rewards are only logged, and the logged loss is the mean
 divergence. With several teachers, share_k is 1/K. With `--teacher-column`, a column of the data
-contains the number of each prompt's teacher (0, 1, …), such as the expert for the domain of the
-prompt. share_k is 1 for this teacher. A prompt without a number (null) has no teacher.
+contains the number of each prompt's teacher (0, 1, …). For this teacher, share_k is 1. For example,
+each domain can have an expert as its teacher. A prompt without a number (null) has no teacher.
 
 With `--jsd-beta β`, the exact divergence D over all tokens of the vocabulary replaces each
 difference of log-probs. The gradient of D has less variance. β has the same meaning as in TRL's
@@ -77,8 +77,8 @@ class Distill(FrozenModels):
         for name, teacher in zip(self.names, self.frozen):
             if self.cfg.jsd_beta is not None and teacher.cfg.vocab_size != model.cfg.vocab_size:
                 raise UserError(
-                    f"--jsd-beta needs vocabularies of equal size, but that of --teacher {name} is "
-                    "padded differently: leave --jsd-beta out."
+                    f"--jsd-beta needs vocabularies of equal size, but --teacher {name} pads its "
+                    "vocabulary to a different size: leave --jsd-beta out."
                 )
 
     def scored(self, run, samples, step):

@@ -3,11 +3,11 @@
     python examples/recipes/self_play.py --model M --data asks.jsonl --reward-funcs accuracy …
 
 --data contains prompts that ask for a question, such as {"prompt": "Write a sum:"}. A group has G =
---num-generations completions. It contains G / (1 + --solutions) questions, and each question is
-followed by --solutions completions that answer it. The verifier is the function `answer` below. It
-says whether a question is valid, and returns the answer to the question. This verifier is made for
-sums, so replace it for another task. A solution has the usual reward r. A question is rewarded if
-it is hard, but not too hard (Absolute Zero: Zhao et al. 2025, 2505.03335, equation 4):
+--num-generations completions. The group contains G / (1 + --solutions) questions, and each question
+is followed by --solutions completions that answer it. The verifier is the function `answer` below.
+It says whether a question is valid, and returns the answer to the question. This verifier is made
+for sums, so replace it for another task. A solution has the usual reward r. A question is rewarded
+if it is hard, but not too hard (Absolute Zero: Zhao et al. 2025, 2505.03335, equation 4):
 
     r_ask = -1 if the question is not valid, 0 if no solution is right, else 1 - mean r
 

@@ -60,7 +60,7 @@ class Stopwatch(Feature):
 
 
 def options(record: dict) -> dict:
-    """Return the options in BASE, with the options of a record in place of them."""
+    """Return the options in BASE, overridden by the options of a record."""
     return read_json(BASE) | record["options"]
 
 

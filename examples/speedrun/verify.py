@@ -55,7 +55,7 @@ def read(path: Path) -> dict:
     missing = {"idea", "options", "runs", "date", "machine"} - record.keys()
     if missing:
         raise UserError(
-            f"{path} has no {', '.join(sorted(missing))}: run.py writes all but idea and options."
+            f"{path} has no {', '.join(sorted(missing))}: run.py adds all except idea and options."
         )
     for run in record["runs"]:
         curve = run.get("curve", [])
@@ -119,7 +119,7 @@ def plot(records: Sequence[dict], path: Path) -> None:
 
 
 def fresh(record: dict) -> str | None:
-    """Train with a random seed. Return a sentence if the test fails when this seed is included."""
+    """Train with a random seed. Return a message if p is too large with this seed included."""
     with tempfile.TemporaryDirectory() as where:
         run = one(record, secrets.randbelow(10**6) + 1000, Path(where) / "run")
     _, _, processor, accuracy = run["curve"][-1]

@@ -1,4 +1,4 @@
-"""Compute causal attention over the packed sequences of a strip, in one call of torch per sequence.
+"""Compute causal attention over the packed sequences of a strip, with one torch call per sequence.
 
 In: q [T, H, E], k and v [T, K, E], and the sequences (`Strip`). Out: [T, H, E]. Read next:
 triton/attention.py.

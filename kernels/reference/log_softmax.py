@@ -47,7 +47,7 @@ def log_softmax_forward(
         t = (x - q[:, None]) / temperature
         e = t.exp()
         # If there is only one long row, torch divides its sum among threads.
-        # This would change the order of the sum, and so the bits with --bitwise.
+        # The order of the sum would then change, which --bitwise does not allow.
         s = e.expand(max(2, len(e)), -1).sum(-1)[: len(e)]  # [n]
         # `where` instead of a product, because 0 · -inf is NaN
         entropy = s.log() - torch.where(e > 0, e * t, 0.0).sum(-1) / s

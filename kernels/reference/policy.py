@@ -10,9 +10,9 @@ These functions are called between train.py and `policy_terms`:
        └─ policy_rows_ (fused_rows.py)         turns a chunk of logits into log-probs and gradients
           └─ policy_terms (below)              the loss of each token, and its derivative
 
-The derivatives are written as formulas, instead of using autograd. The formulas specify what the
-kernels compute, and the fused head needs the derivatives during its forward pass. A test compares
-the derivatives with autograd in float64 (tests/model/test_head.py). Read next: log_softmax.py.
+The derivatives are written as formulas, without autograd. The formulas specify what the kernels
+compute, and the fused head needs the derivatives during its forward pass. A test compares the
+derivatives with autograd in float64 (tests/model/test_head.py). Read next: log_softmax.py.
 """
 
 import math

@@ -18,9 +18,9 @@ Edges.      Most blocks of keys are visible to all rows of a program. A first lo
             processes these blocks. A second loop, with masks, processes the other blocks: the
             end of the prompt, and the last keys of the sequence itself.
 Bytes.      In bfloat16, the forward moves 4·T·(H + K)·E and the backward 12·T·(H + K)·E, if the
-            L2 cache holds the keys of a group. For each number of lse and delta, 4 bytes are added.
-            No key row is copied. With gathered keys, the gathers move 8·Tk·K·E, and the sums of
-            their gradients 4·(Tk + T)·K·E. Tk counts the keys of all sequences.
+            L2 cache holds the keys of a group. lse and delta take 4 more bytes per number. No key
+            row is copied. With gathered keys, the gathers move 8·Tk·K·E, and the sums of their
+            gradients 4·(Tk + T)·K·E. Tk counts the keys of all sequences.
 FLOP.       Per head and visible pair of query and key, the forward takes 4·E, and the backward
             14·E. The backward computes q·k and dy·v twice, so that no sum needs atomics.
 Reference.  `attention` in reference/attention.py.
@@ -84,9 +84,9 @@ def visible(CU, PROMPTS, HEADS, ROWS, KEYS):
     """Return the range of a program's rows, the keys that all of these rows see, and the keys that
     only some of them see.
 
-    Each set of keys is returned as four numbers: the start and the end of a range of the prompt's
-    keys, and of a range of the keys of the sequence itself. The last rows of a sequence see the
-    most keys, so the first programs process these rows.
+    Each set consists of a range of the prompt's keys and a range of the sequence's own keys. It is
+    returned as four numbers, the start and the end of both ranges. The last rows of a sequence see
+    the most keys, so the first programs process these rows.
     """
     n = tl.program_id(0)
     first = tl.load(CU + n)

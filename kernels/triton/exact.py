@@ -1,13 +1,13 @@
 """Matrix product and attention whose result for a token never depends on the other tokens.
 
 In and out: as in ../exact.py, which explains why bits differ without these kernels. The kernels are
-simple: all sizes of tiles are fixed, and no sum is split over several programs. Read next:
+simple: all tile sizes are fixed, and no sum is split over several programs. Read next:
 ../exact.py.
 
 Product.    y_ij = Σ_k a_ik b_jk. Program (i, j) computes a tile of y, and adds the products of
             blocks of K in their order. A faster library would use small tiles or a split sum for
-            few rows, and large tiles for many rows. Split sums and other tiles change the order in
-            which numbers are added.
+            few rows, and large tiles for many rows. Split sums and different tile sizes change the
+            order in which numbers are added.
 Attention.  Program (tile, k) computes 16 queries of a sequence for key head k, with the running
             maximum and sum of ../exact.py. `KEYS_AT` has the address of each key of a sequence, so
             the same kernel reads a strip and the pages of the engine's cache. A decode step has

@@ -1,6 +1,6 @@
 """Compute QK-norm, rotation and attention of one decode step over a paged cache, in one kernel.
 
-In: for the newest token of b rows, its query [b, H, E], key and value [b, K, E] and position [b],
+In: query [b, H, E], key and value [b, K, E] and position [b] of the newest token in each of b rows,
 and the arguments of `norm_rope` (rope.py). The cache has keys and values [pages, K, PAGE, E], and
 `table` lists each row's pages in order. Out: the attention output [b, H, E]. All dtypes are bf16,
 fp16 or fp32. For inference only. Read next: sample.py.
@@ -12,9 +12,10 @@ Equation.   Over a part p of a row's keys: x = q Kᵀ / √E,  m = max x,  l = �
 Parts.      The pages of a row are split into parts. If rows were not split into parts, one long row
             would leave most of the GPU idle. The number of parts depends only on b, so a CUDA graph
             is valid for all lengths. The number of pages per part depends on the row's length. The
-            program for part 0 also handles the newest token and writes it to its page. A row and
-            key head have one program per part. The last of these programs to finish combines the
-            parts, in a fixed order. A counter tells a program whether it is the last one.
+            program for part 0 also handles the newest token and writes it to its page. Each pair of
+            a row and a key head has one program per part. The last of these programs to finish
+            combines the parts, in a fixed order. A counter tells a program whether it is the last
+            one.
 Rotation.   y = u cos + u' sin, where u' = (-b, a) for u = (a, b). Each program normalizes and
             rotates its own queries, which takes less time than the launch of another kernel.
 Groups.     The H/K query heads that share a key head form the rows of one matrix product, padded to
@@ -123,7 +124,7 @@ def attend_kernel(
     tl.store(OUTS + at[:, None] * E + e, o / tl.maximum(l, 1.0)[:, None], mask=mine)
     if PARTS > 1:
         tl.store(LSES + at, m + tl.log2(l), mask=g < HEADS)
-        tl.debug_barrier()  # all threads have stored before one of them adds to the counter
+        tl.debug_barrier()  # all threads store their results before the counter is increased
         # A program that sees this addition also sees what was stored before it.
         if tl.atomic_add(COUNTS + group, 1, sem="acq_rel") == PARTS - 1:
             tl.store(COUNTS + group, 0)  # for the next launch
@@ -139,7 +140,7 @@ def attend_kernel(
 
 @functools.cache
 def counters(device: torch.device, count: int) -> Tensor:
-    """Return zeros [count] int32. A launch of the kernel leaves zeros again."""
+    """Return zeros [count] int32. Each launch of the kernel resets them to 0."""
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 

@@ -173,7 +173,7 @@ def adjacent(x: Tensor) -> Tensor:
 def _shape(q: Tensor, k: Tensor) -> dict[str, int]:
     """Return the constants of the forward and the backward kernel.
 
-    A thread processes about 8 pairs of numbers of q.
+    Each thread processes about 8 pairs of elements of q.
     """
     H, KV, HALF = q.shape[1], k.shape[1], q.shape[2] // 2
     pairs = triton.next_power_of_2(H) * triton.next_power_of_2(HALF)
@@ -197,7 +197,7 @@ class _NormRope(torch.autograd.Function):
         q, k, wq, wk, cos, sin = ctx.saved_tensors
         dyq, dyk = dyq.contiguous(), dyk.contiguous()
         (T, H, E), KV = dyq.shape, dyk.shape[1]
-        # The free space is for the gradient of v: all three gradients then fit into one product.
+        # dx leaves space for the gradient of v, so that one product can use all three gradients.
         dx = dyq.new_empty(T, H + 2 * KV, E)[:, : H + KV]
         programs, parts = min(PROGRAMS, T), None
         if ctx.needs_input_grad[2]:

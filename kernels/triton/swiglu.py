@@ -28,8 +28,8 @@ BLOCK, WARPS = 1024, 4  # each thread loads 16 bytes of bfloat16 at once
 
 @triton.jit
 def inputs(GATE, UP, g_stride, u_stride, F, blocks, BLOCK):
-    """Return the row, the columns, gate and up of a program. Each program processes one block of a
-    row.
+    """Return the row and the columns of a program, and the values of gate and up in these columns.
+    Each program processes one block of a row.
     """
     row = (tl.program_id(0) // blocks).to(tl.int64)
     j = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
