@@ -2,9 +2,9 @@
 
 In: the sequences (`Strip` in reference/attention.py). A prompt is a sequence that attends only to
 itself, and its completions follow it directly. Out: `prompts` [N, 2] and `reach` [N], both int32.
-For sequence n, prompts[n] is the first row and the end of its prompt, and reach[n] is the end of
-the last sequence that attends to sequence n. In this example, the prompt pqr has the completions a
-and de, and xy is alone:
+For sequence n, prompts[n] contains the first row and the end of its prompt, and reach[n] is the end
+of the last sequence that attends to sequence n. In this example, the prompt pqr has the completions
+a and de, and xy is alone:
 
     tokens        p q r   │ a       │ d e       │ x y
     row           0 1 2     3         4 5         6 7

@@ -9,7 +9,7 @@ Equation.   dx_i = Σ_{j: index_j = i} dy_j, with j in increasing order.
 Order.      A stable sort of the index, once per packed batch, lists the indices j of each row i.
             The gradients of a row are then added in this order.
 Bytes.      The backward moves 2·n·W + 2·T·W bytes in bfloat16, for rows of W numbers.
-Exactness.  The sum is rounded once, for any number of gradients.
+Exactness.  The sum is rounded only once, however many gradients it has.
 Reference.  `gather_rows` in reference/gather.py.
 """
 
