@@ -1,4 +1,4 @@
-"""Sampling engines: their common interface (base.py), and the embedded engine (local.py). Start
+"""Sampling engines: their common interface (base.py), and the local engine (local.py). Start
 with
 base.py.
 """

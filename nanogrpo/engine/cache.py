@@ -1,4 +1,4 @@
-"""The embedded engine's key/value cache on a CPU, for the sequences that are being decoded.
+"""The local engine's key/value cache on a CPU, for the sequences that are being decoded.
 
 In: the query [b, H, E], key and value [b, K, E] of the newest token in each of b rows. Out: the
 attention output [b, H, E], where each token attends to its own sequence. The cache on a GPU

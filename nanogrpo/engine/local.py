@@ -1,4 +1,4 @@
-"""The embedded engine, which samples completions from our own decoder, in the trainer's process,
+"""The local engine, which samples completions from our own decoder, in the trainer's process,
 with a key/value cache.
 
 In: prompts (token ids), the number of completions per prompt, and `SamplingParams`. Out: `Sample`s.

@@ -1,4 +1,4 @@
-"""The embedded engine's key/value cache on a GPU, which consists of pages of PAGE tokens.
+"""The local engine's key/value cache on a GPU, which consists of pages of PAGE tokens.
 
 In and out: as in cache.py. A row needs memory only for the tokens that it has, and the completions
 of a prompt share its full pages. Read before: cache.py. Read next: kernels/triton/paged.py (how a

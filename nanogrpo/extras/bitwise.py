@@ -48,7 +48,7 @@ class Bitwise(Feature):
 
 
 class ExactEngine(LocalEngine):
-    """The embedded engine with exact products. It uses the paged cache on a CPU, too."""
+    """The local engine with exact products. It uses the paged cache on a CPU, too."""
 
     def __init__(self, *args: Any, **more: Any):
         super().__init__(*args, **more, paged=True)

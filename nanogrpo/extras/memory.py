@@ -389,7 +389,7 @@ def spelled(cfg: Config) -> str:
 
 
 def for_sampling(cfg: Config, model: Decoder, world: World, completions: int) -> Config:
-    """Return the options of an evaluation, with values for the embedded engine's slots and cache
+    """Return the options of an evaluation, with values for the local engine's slots and cache
     unless the user has given them. On a GPU, slots and cache use all memory that the engine's
     weights leave. Every rank must call this function.
 

@@ -5,7 +5,7 @@ filters keep. The trainer computes this log-prob, too. For this, the engine retu
 S of each token together, as a `Logp`. Later updates and the reference model use the same S.
 The page docs/precision.md explains why.
 
-In: logits of the embedded engine, or vLLM's sampling masks. Out: a `Head` for each micro-batch,
+In: logits of the local engine, or vLLM's sampling masks. Out: a `Head` for each micro-batch,
 which sets the logits of all tokens outside of S to -inf. Read before: engine/sampler.py. Read next:
 kernels/head.py, vllm/protocol.py.
 """
@@ -86,7 +86,7 @@ class Truncation(Feature):
 
 
 class KeepingEngine(Wrapper):
-    """An embedded engine that returns the set of each token.
+    """A local engine that returns the set of each token.
 
     After top_k and top_p, as in transformers, it removes the tokens whose probability is below
     min_p times that of the most likely token.

@@ -272,7 +272,7 @@ def make_engine(run: Run) -> Engine:
 
 
 def of_engine(run: Run) -> dict[str, Any]:
-    """Return the arguments of the embedded engine."""
+    """Return the arguments of the local engine."""
     return {
         "cfg": run.model.cfg,
         "decoder": type(run.model),

@@ -1,4 +1,4 @@
-"""A small embedded engine, and prompts for it."""
+"""A small local engine, and prompts for it."""
 
 import torch
 

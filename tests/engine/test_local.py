@@ -1,4 +1,4 @@
-"""The embedded engine: its cache against the full forward, its log-probs against the trainer's, its
+"""The local engine: its cache against the full forward, its log-probs against the trainer's, its
 rows against each other, and its weights.
 
 Everything runs on a tiny random decoder. Read next: tests/engine/test_sampler.py,

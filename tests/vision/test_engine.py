@@ -1,4 +1,4 @@
-"""The embedded engine with pictures: its log-probs against the trainer's, completions that leave a
+"""The local engine with pictures: its log-probs against the trainer's, completions that leave a
 full cache, and completions in several turns.
 
 Read next: test_train.py.

@@ -1,4 +1,4 @@
-"""Full runs of train.py with a real vLLM: they learn as with the embedded engine, and they survive
+"""Full runs of train.py with a real vLLM: they learn as with the local engine, and they survive
 failures of either side.
 
 One session-wide server serves all runs but one, which starts its own. Marked `vllm`: see real.py.

@@ -1,4 +1,4 @@
-"""The embedded engine for frozen weights in four bits.
+"""The local engine for frozen weights in four bits.
 
 In: a model whose matrices are in four bits (lora.py). Out: an engine that copies only the adapters.
 It shares the trainer's frozen weights, which no step changes. The engine does not merge the
