@@ -440,7 +440,7 @@ def where(records: Sequence[dict]) -> str:
     machine = records[0]["machine"]
     commits = dict.fromkeys(common.commit(r["machine"]) for r in records)
     device = machine["gpu"] or machine["cpu"]
-    versions = f"torch {machine['versions']['torch']}, at commit {' and commit '.join(commits)}"
+    versions = f"torch {machine['versions']['torch']}, at commit {', and at commit '.join(commits)}"
     return f"This table was measured on {device} with {versions}."
 
 
