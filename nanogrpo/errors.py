@@ -16,8 +16,8 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2
 
 
 class UserError(Exception):
-    """An error whose message is one sentence: what is wrong, where, and what to do about it. An
-    error about several mistakes in the options has one argument and one line for each mistake.
+    """An error whose message is one sentence: what is wrong, where, and what to do about it. If
+    the options contain several mistakes, each mistake is one argument and one line of the message.
 
     The message may quote a user's exception, which may quote what a model wrote. Control characters
     in the message are replaced, because a terminal would interpret them.
@@ -72,7 +72,7 @@ def read_json(path: Path, **how: Any) -> dict:
         except FileNotFoundError:
             raise UserError(f"{path} is missing: check the path, or restore the file.") from None
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object: restore it from its source.")
+        raise UserError(f"{path} must contain a JSON object: restore it from its source.")
     return value
 
 
@@ -82,8 +82,8 @@ def without_nulls(fields: dict) -> dict:
 
 
 def unwritten(path: Path, error: BaseException) -> UserError:
-    """Return the error of a file or folder that could not be written. If a disk is full, the
-    message of torch is only "enforce fail", because torch could not write all bytes.
+    """Return the error of a file or folder that could not be written. If a disk is full, torch's
+    message is only "enforce fail", because torch could not write all bytes.
     """
     return UserError(
         f"{path} could not be written ({first_sentence(error)}): choose another folder, or make "

@@ -97,7 +97,10 @@ MODELS = {
     # the damage to the folder, and a pattern of the message
     "no folder": (shutil.rmtree, r"--model \S+base: there is no such folder"),
     "no config": (remove("config.json"), r"base/config\.json is missing"),
-    "config a list": (write_file("config.json", "[]"), r"base/config\.json holds no JSON object"),
+    "config a list": (
+        write_file("config.json", "[]"),
+        r"base/config\.json must contain a JSON object",
+    ),
     "architecture": (
         set_fields(model_type="gemma3"),
         r"config\.json: model_type 'gemma3' is not supported.*\"llama\" or \"mistral\"",
@@ -250,7 +253,7 @@ def test_a_bad_model_folder(name, base, tmp_path, capsys):
 @pytest.mark.skipif(CUDA, reason="this machine has a GPU")
 def test_cuda_without_cuda(base, tmp_path, capsys):
     message = error_of(capsys, base, "--device", "cuda", out=tmp_path / "run")
-    assert message.startswith("--device cuda: rank 0 needs a GPU of its own, but torch sees 0 on")
+    assert message.startswith("--device cuda: rank 0 needs its own GPU, but torch sees 0 on")
     assert "use --device cpu" in message
 
 

@@ -58,7 +58,7 @@ def test_printed_options_can_be_loaded_again(capsys, tmp_path):
     [
         ("c.json", b"", "is not valid JSON"),
         ("c.json", b"\xff", "is not valid JSON"),
-        ("c.json", b"[1]", "holds no JSON object"),
+        ("c.json", b"[1]", "must contain a JSON object"),
         ("c.json", b'{"seed": 1, "seed": 2}', "is not valid JSON (seed is given twice)"),
         ("c.yaml", b"seed: 1\nseed: 2", "cannot be read (seed is given twice): correct it."),
         (

@@ -48,7 +48,8 @@ def load_prompts(
     train_data: sources.Source | None = None,
     eval_data: sources.Source | None = None,
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the training prompts and the held-out prompts (an empty list without --eval-steps).
+    """Return the training prompts and the held-out prompts. Without --eval-steps, the list of
+    held-out prompts is empty.
 
     Every prompt leaves room for a completion in the model's context. The arguments `train_data` and
     `eval_data` are sources (such as lists of records) that replace --data and --eval-data.
@@ -107,7 +108,7 @@ def load(
     if room < 1:
         raise UserError(
             f"--max-completion-length {cfg.max_completion_length} leaves no room for a prompt in a "
-            f"context of {context}: lower it."
+            f"context of {context} tokens: lower this limit."
         )
     longest = min(cfg.max_prompt_length or room, room)
     read = tokenizer.template_variables

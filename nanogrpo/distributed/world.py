@@ -179,7 +179,7 @@ def join(cfg: Config) -> Iterator[World]:
     )
     if cuda and local >= torch.cuda.device_count():
         raise UserError(
-            f"--device {cfg.device}: rank {rank} needs a GPU of its own, but torch sees "
+            f"--device {cfg.device}: rank {rank} needs its own GPU, but torch sees "
             f"{torch.cuda.device_count()} on this machine; use --device cpu or fewer processes."
         )
     device = torch.device(f"cuda:{local}" if cuda else "cpu")

@@ -123,8 +123,8 @@ class Tokenizer:
         date.
 
         A variable that is None stays undefined, so the template uses its own default. Qwen3's
-        default is to think. Raises UserError if there is no template, or if it rejects the
-        messages.
+        default is to think. Raises UserError if there is no template, or if the template rejects
+        the messages.
         """
         fields = {**dict.fromkeys(VARIABLES), **self._special, **without_nulls(variables)}
         used = "tool_use" if fields[VARIABLES[0]] else "default"
@@ -167,9 +167,9 @@ class Tokenizer:
         stops = [stop for stop in found if stop is not None]
         if not stops or any(s not in range(self.vocab_size) for s in stops):
             raise UserError(
-                f"{self._folder}: the end token (eos_token in tokenizer_config.json, or "
-                "eos_token_id in generation_config.json or config.json) is missing or not in "
-                "tokenizer.json: correct it, because completions would never stop."
+                f"{self._folder} has no end token, or one that is not in tokenizer.json, so "
+                "completions would never stop: correct eos_token in tokenizer_config.json, or "
+                "eos_token_id in generation_config.json or config.json."
             )
         return [*dict.fromkeys(stops)]
 

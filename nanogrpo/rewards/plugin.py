@@ -125,7 +125,7 @@ def bind(function: Callable, arguments: dict[str, Any], spec: str) -> Callable:
     except (Exception, SystemExit) as error:  # the user's function may raise anything
         raise UserError(
             f"{OPTION}: {spec!r} takes neither completions nor **kwargs, so it must return a "
-            f"reward function, but with these arguments it raised {type(error).__name__}: "
+            f"reward function; calling it with these arguments raised {type(error).__name__}: "
             f"{error}; give arguments that fit {signature} as "
             f"{split_arguments(spec)[0]}:key=value,key=value"
         ) from error

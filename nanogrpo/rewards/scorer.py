@@ -102,14 +102,14 @@ class Scorer:
             if needed and given and is_missing:
                 raise UserError(
                     f"{option} has no text or number in the columns solution and answer, but "
-                    f"{need[0]} needs one: name another column with --answer-column, or choose "
-                    "other --reward-funcs."
+                    f"{need[0]} needs a reference answer: name its column with --answer-column, or "
+                    "choose other --reward-funcs."
                 )
 
     def score(self, samples: Sequence[Sample], state: TrainerState = START) -> None:
         """Fill each sample's `rewards`, `reward` (None if no function applies) and `extra`.
 
-        Raise UserError if a reward function makes a mistake.
+        Raise UserError if a reward function raises an exception or returns an invalid value.
         """
         if not samples:
             return
@@ -177,8 +177,8 @@ def _number(reward: Any, name: str, sample: Sample) -> float | None:
     raise UserError(
         f"the reward function {name} returned {reward!s:.100} for sample {sample.index} of "
         f"prompt {sample.prompt.id}; it must return a number from -{MAX_REWARD:g} to "
-        f"{MAX_REWARD:g}, or None where it does not apply, or a list with one of these for each of "
-        f"the {len(sample.token_ids)} tokens"
+        f"{MAX_REWARD:g}, or None where it does not apply, or a list with such a number or None "
+        f"for each of the {len(sample.token_ids)} tokens"
     )
 
 

@@ -3,8 +3,8 @@
 In: the options, the world and the features of this run. Out: a `Run`, which train.py and step.py
 use. train.py calls four functions, in this order. `load` returns `Inputs`: a model without weights,
 the prompts and the reward functions. `settle` chooses the settings that depend on these inputs.
-`setup` returns the `Run`. `closing` closes the parts of the run at its end. Each mistake of the
-user is reported where the value is read, in one sentence. Read next: state.py (checkpoints),
+`setup` returns the `Run`. `closing` closes the parts of the run at its end. A user's mistake is
+reported in one sentence, where the value is read. Read next: state.py (checkpoints),
 engine/local.py (the engine).
 """
 
@@ -96,8 +96,8 @@ class Run(Inputs):
         return drawn
 
     def learning_rate(self, update: int) -> float:
-        """Return the learning rate of an optimizer step. It comes from a feature or, without one,
-        from optim.py."""
+        """Return the learning rate of an optimizer step. If no feature sets the learning rate,
+        optim.py computes it."""
         rate = first(feature.learning_rate(update, self.cfg) for feature in self.features)
         return optim.learning_rate(update, self.cfg) if rate is None else rate
 
@@ -163,7 +163,7 @@ def setup(inputs: Inputs) -> Run:
         raise UserError(
             f"the {cfg.prompts_per_step} prompts of a step (--generation-batch-size / "
             f"--num-generations) cannot be shared evenly by {world.size} processes: choose a "
-            "multiple."
+            "multiple of the number of processes."
         )
     origin = output.origin(inputs)
     load_weights(model, inputs)

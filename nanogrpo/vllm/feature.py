@@ -35,8 +35,8 @@ class VLLM(Feature):
         gpus.shares(cfg, inputs.world)
         if read_json(inputs.source / "config.json").get("quantization_config"):
             raise UserError(
-                f"--engine vllm would load {inputs.source} in 4 bits, and vLLM could not take "
-                "merged weights: use the original model with --load-in-4bit, or --engine local."
+                f"--engine vllm would load {inputs.source} in 4 bits, and could then not load the "
+                "trainer's weights: use the original model with --load-in-4bit, or --engine local."
             )
 
     def engine(self, run: Run) -> VLLMEngine:

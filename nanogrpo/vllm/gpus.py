@@ -69,6 +69,6 @@ def _shares(cfg: Config, trainers: list[str]) -> bool:
     if not shared and cfg.vllm_enable_sleep_mode:
         raise UserError(
             "--vllm-enable-sleep-mode lets trainer and server take turns on a GPU, but --vllm-gpus "
-            f"{cfg.vllm_gpus} is another GPU: leave one of the two options out."
+            f"{cfg.vllm_gpus} is not a GPU of the trainer: leave one of the two options out."
         )
     return bool(shared)

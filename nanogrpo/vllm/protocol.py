@@ -58,13 +58,13 @@ def check_server(
     for name, x in vars(theirs).items():
         if x != (ours := getattr(cfg, name)):
             raise UserError(
-                f"{server} serves another model: its {name} is {x!r}, but --model has {ours!r}; "
-                f"{advice}."
+                f"{server} serves a different model: its {name} is {x!r}, but --model has "
+                f"{ours!r}; {advice}."
             )
     if (found := info["config"].get("head_dtype") or "model") != head_dtype:
         raise UserError(
-            f"{server} has --head-dtype {found}, but the trainer has {head_dtype}: use the same on "
-            f"both sides; for float32, start serve.py with {shlex.join(FLOAT32_LOGITS)}."
+            f"{server} has --head-dtype {found}, but the trainer has {head_dtype}: use the same "
+            f"value on both sides; for float32, start serve.py with {shlex.join(FLOAT32_LOGITS)}."
         )
     if dtype not in ("auto", info["dtype"]):
         raise UserError(

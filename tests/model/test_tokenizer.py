@@ -134,7 +134,7 @@ def test_stop_ids_come_from_the_model_config_if_there_is_no_generation_config(tm
     assert Tokenizer(folder).stop_token_ids == [2, 0]
     for unknown in (302, -1):
         (folder / "config.json").write_text(f'{{"eos_token_id": {unknown}}}')
-        with refused(r"or config\.json\) is missing or not in tokenizer"):
+        with refused("has no end token, or one that is not in tokenizer"):
             Tokenizer(folder)
     (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
     assert Tokenizer(folder).stop_token_ids == [2, 0]
@@ -237,7 +237,7 @@ LOOPS = "".join(f"{{% for i{n} in messages %}}" for n in range(60)) + "{% endfor
             {"config": {"eos_token": "<eos>"}},
             "end token .eos_token in tokenizer_config.json, .* not in tokenizer.json",
         ),
-        ({"generation": [1]}, r"/generation_config\.json holds no JSON object"),
+        ({"generation": [1]}, r"/generation_config\.json must contain a JSON object"),
         ({"template": "{% if %}"}, r"the chat template of \S+ cannot be compiled"),
         ({"template": LOOPS}, "cannot be compiled"),
     ],

@@ -216,7 +216,7 @@ def test_a_malformed_address_is_refused(url):
 @pytest.mark.parametrize(
     ("facts", "options", "sentence"),
     [
-        ({"vocab_size": 77}, {}, "serves another model: its vocab_size is 77, but --model has"),
+        ({"vocab_size": 77}, {}, "serves a different model: its vocab_size is 77, but --model has"),
         ({"model_type": "gemma"}, {}, "model_type 'gemma' is not supported; it must be"),
         ({"head_dtype": "float32"}, {}, "has --head-dtype float32, but the trainer has model"),
         (
