@@ -14,7 +14,7 @@ __version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import the Python interface only when it is used, because it loads the options of all
+    """Import the Python interface on first use, because this import loads the options of all
     extras."""
     if name in __all__:
         from nanogrpo.extras import api

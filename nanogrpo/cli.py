@@ -152,7 +152,7 @@ def resolve(
     read: Callable[[Path], Options] = read_options,
     translate: Callable[[Options], Options] = lambda given: given,
 ) -> C:
-    """Return the Config of a command line's options, which may name a profile and a file.
+    """Return the Config of the given options, which may include a profile and a file.
 
     `profiles` maps names to presets. `read` returns the options in a file. `translate` replaces
     options that `kind` does not have.

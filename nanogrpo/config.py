@@ -38,10 +38,10 @@ def option(default: Any, help: str, *limits: str, **rules: Any) -> Any:
     """Declare a field of `Config`.
 
     Limits are written as "> 0" or "<= 1". `choices` lists the allowed values. `required` makes the
-    option mandatory; its text is the advice in the error message. `needs` is the condition under
-    which this option has an effect: another option is set ("eval_steps"), or has one of the listed
-    values ("loss_type=dapo|grpo"). `group` starts a new section of `--help`. `words` maps other
-    spellings, such as TRL's true and false, to the allowed values.
+    option mandatory; its text is the advice in the error message. An option with `needs` has an
+    effect only if the option named there is set ("eval_steps"), or has one of the listed values
+    ("loss_type=dapo|grpo"). `group` starts a new section of `--help`. `words` maps other spellings,
+    such as TRL's true and false, to the allowed values.
     """
     return field(default=default, metadata={"help": help, "limits": limits, **rules})
 
@@ -392,7 +392,7 @@ def dashed(name: str) -> str:
 
 
 def values(c: Config) -> Iterator[str]:
-    """Check each value against the rules of its own field."""
+    """Check each value against the rules of its field."""
     for f in fields(c):
         name, value, rules = f"--{dashed(f.name)}", getattr(c, f.name), f.metadata
         items = value if isinstance(value, tuple) else (value,)

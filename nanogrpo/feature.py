@@ -54,7 +54,7 @@ class Feature:
     ) -> list[int] | None: ...
     # Change the model before its weights are loaded, for example to replace or freeze layers.
     def model(self, model: Decoder, inputs: Inputs) -> None: ...
-    # Return the options with a value for each setting that the user did not choose.
+    # Choose values for the settings that the user has not set, and return the new options.
     def settings(self, cfg: Config, inputs: Inputs) -> Config | None: ...
     # Initialize weights that the checkpoint does not contain, after the other weights are loaded.
     def loaded(self, model: Decoder) -> None: ...
@@ -67,8 +67,8 @@ class Feature:
     def running(self, run: Run) -> AbstractContextManager | None: ...
 
     # --- in each step, in this order ---
-    # Return the prompts that replace `drawn`, the prompts of a step on all ranks.
-    # Every rank must return the same prompts, as many as there are in `drawn`.
+    # `drawn` holds the prompts of a step for all ranks. Return the prompts that replace them.
+    # Every rank must return the same prompts, and as many prompts as `drawn` has.
     def draw(self, run: Run, drawn: list[Prompt], seed: int, step: int) -> list[Prompt] | None: ...
     # Read or change the rewards, or replace samples in place.
     # The list contains the samples of this rank.

@@ -78,7 +78,7 @@ class Sample:
     # the weighted sum of the rewards; None if no function applied, or if the rewards were lost
     reward: float | None = None
     extra: dict = field(default_factory=dict)  # values that reward functions passed to log_extra
-    # if `token_advantages` is set: its value with the largest absolute value
+    # if `token_advantages` is set: the entry of this list with the largest absolute value
     advantage: float = 0.0
     # an advantage for each token, set only by features; None: `advantage` holds for all tokens
     token_advantages: list[float] | None = None

@@ -1,7 +1,8 @@
-"""Read the records of a data source: a JSON-lines file, a list of records, or what a feature reads.
+"""Read the records of a data source.
 
-In: a source. Out: its records (dicts) in order, each with its location for error messages. Read
-next: prompts.py, which turns records into prompts.
+In: a source, which is a JSON-lines file, a list of records, or anything else that a feature can
+read. Out: its records (dicts) in order, each with its location for error messages. Read next:
+prompts.py, which turns records into prompts.
 """
 
 import json

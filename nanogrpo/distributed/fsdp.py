@@ -7,11 +7,11 @@ are gathered in the compute dtype just before the block runs, and freed afterwar
     forward   gather block 0 │ compute 0 ∥ gather 1 │ compute 1 ∥ gather 2 │ …  (∥: another stream)
     backward  … │ compute 1 ∥ gather 0 ∥ reduce-scatter the gradients of 2 │ …
 
-The gradient equals that of a run with one process, because every loss is divided by the token count
-of the full step (grpo/packing.py), and gradients are summed over the ranks. FSDP itself averages
-gradients over the ranks. The function `backward` below turns this average into a sum, so every
-training loop must call `backward`. Read next: run/optim.py (the step), run/state.py (how shards are
-saved).
+The gradient is the same as in a run with one process. For this, every loss is divided by the token
+count of the full step (grpo/packing.py), and gradients are summed over the ranks. FSDP itself
+averages gradients over the ranks. The function `backward` below turns this average into a sum, so
+every training loop must call `backward`. Read next: run/optim.py (the step), run/state.py (how
+shards are saved).
 """
 
 import functools
@@ -86,9 +86,9 @@ def _shard(model: Any, world: World) -> None:
 
     Master weights are float32, and gradients are reduced in float32. `cast_forward_inputs` is off
     because it would turn the float32 rotary angles into 16-bit numbers. A tied head is the same
-    parameter as the embedding, so it belongs to the root unit, whose parameters stay gathered
-    between the forward and the backward pass. If a tied head were a separate unit, the same matrix
-    would be gathered twice and receive gradients from two places.
+    parameter as the embedding, so it belongs to the root unit. The parameters of the root unit stay
+    gathered between the forward and the backward pass. If a tied head were a separate unit, the
+    same matrix would be gathered twice and receive gradients from two places.
     """
     # Without a mesh, FSDP2 chooses the machine's accelerator, even for a model on the CPU.
     options: dict[str, Any] = {"mesh": init_device_mesh(world.device.type, (world.size,))}

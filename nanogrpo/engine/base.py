@@ -20,7 +20,7 @@ from nanogrpo.types import Prompt, Sample
 class SamplingParams:
     """How completions are sampled.
 
-    The log-probs are those of softmax(logits / temperature). As in transformers, this softmax
+    Log-probs are computed with softmax(logits / temperature). As in transformers, this softmax
     includes only the tokens that remain after top_k and then top_p.
     """
 
@@ -57,11 +57,11 @@ class Engine(Protocol):
         """Return n completions of each prompt, prompt by prompt. The completions of a prompt have
         the indices 0 … n-1.
 
-        In each Sample, this method sets prompt, index, token_ids (at least one), one log-prob and
-        one version for each token, and `stopped`. `stopped` is True if the last token is one of
-        params.stop_token_ids. The random numbers of a completion are a function of
-        `stream(params.seed, step, prompt.id, index)`. A completion has at most prompt.max_tokens
-        tokens, or params.max_tokens if the prompt has no limit.
+        In each Sample, this method sets prompt, index, token_ids, logp, versions and `stopped`.
+        There is at least one token, and each token has a log-prob and a version. `stopped` is True
+        if the last token is one of params.stop_token_ids. The random numbers of a completion are a
+        function of `stream(params.seed, step, prompt.id, index)`. A completion has at most
+        prompt.max_tokens tokens, or params.max_tokens if the prompt has no limit.
         """
 
     def metrics(self) -> dict[str, float]:

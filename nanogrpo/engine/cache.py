@@ -85,7 +85,7 @@ class KVCache:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Copy row rows[i] to row i, for each i. No row may be the source of one copy and the
-        target of another.
+        target of a different copy.
         """
         target = [i for i, row in enumerate(rows) if row != i]
         source = [rows[i] for i in target]
@@ -111,7 +111,7 @@ class KVCache:
         if window:
             unseen = self.index[: self.span] <= self.positions[:, None] - window  # [b, span]
             bias = bias.masked_fill(unseen[:, None, None], -torch.inf)
-        # The H/K query heads of a key head are the rows of one product, so no key is repeated.
+        # One product computes all H/K query heads that share a key head, so no key is repeated.
         # In a decode step, two matrix products take a third of the time of torch's attention.
         q = q.view(b, K, H // K, E)
         scores = torch.matmul(q * E**-0.5, keys.transpose(-1, -2))  # [b, K, H/K, span]

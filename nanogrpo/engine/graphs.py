@@ -1,8 +1,7 @@
 """Decode with CUDA graphs: one launch for each step instead of hundreds.
 
 In and out: as in runner.py. A graph has fixed shapes, so the number of rows is rounded up
-(`rounded`). The rows that fill up a graph have position 0 and write to page 0 of the cache, which
-belongs to no row.
+(`rounded`). The added rows have position 0 and write to page 0 of the cache. No row owns this page.
 
 A decode step computes only one token per row, so most of its kernels run for less time than the
 host needs to launch them. A step therefore has few kernels, and a graph launches all of them at

@@ -27,9 +27,9 @@ from nanogrpo.types import Prompt, Sample
 class LocalEngine:
     """An `engine.base.Engine` that samples from a copy of the trainer's weights.
 
-    Because of the copy, an optimizer step does not change the weights of a `version`, and the
-    engine can use a different dtype. The engine's default `dtype` is float32 on a CPU and bfloat16
-    on CUDA. Log-probs are always float32.
+    Because of the copy, an optimizer step does not change the engine's weights, and the engine
+    can use a different dtype. The default `dtype` is float32 on a CPU and bfloat16 on CUDA.
+    Log-probs are always float32.
 
     On a GPU, `cache_tokens` limits the memory of the cache (see paged_cache.py). If the cache is
     too small for all slots, fewer completions are decoded at the same time.

@@ -31,7 +31,7 @@ PREFILL_TOKENS = 8192  # maximum number of tokens prefilled together, to limit m
 class Runner:
     # Number of decode steps between two transfers to the host.
     stride = 1
-    # Number of further strides that are launched before the host reads the tokens of a stride.
+    # The host launches this many later strides before it reads the tokens of a stride.
     behind = 0
 
     def __init__(self, model: Decoder, cache: KVCache | PagedCache, state: Tensor):

@@ -33,8 +33,8 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Sample one token per row. Return tokens [b] int64 and their log-probs [b] float32.
 
-    The inputs are filtered logits [b, V], and key and counter [b] int64. The log-probs are those of
-    softmax(logits / temperature).
+    The inputs are filtered logits [b, V], and key and counter [b] int64. Log-probs are computed
+    with softmax(logits / temperature).
     """
     if params.temperature:
         functions = functions_for(logits.device)

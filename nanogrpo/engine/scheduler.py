@@ -35,7 +35,7 @@ class Completion:
     # The input tokens to start from. All completions of a prompt share one list of its tokens.
     # A completion that was put back into the queue has a new list, with all its tokens so far.
     start: list[int]
-    row: int = -1  # the row of `state` with its next input; -1 if it has none yet
+    row: int = -1  # the row of `state` with the next input; -1 until the completion gets a row
 
     @property
     def room(self) -> int:
@@ -69,8 +69,8 @@ class Scheduler:
     def schedule(
         self, prefill: Callable[[Iterable[Completion]], dict[int, Prefix]], ahead: int
     ) -> bool:
-        """Free the finished rows, reserve memory for the next `ahead` tokens of each other row, and
-        assign free rows to waiting completions. Return whether any row is active.
+        """Free the finished rows, reserve memory for the next `ahead` tokens of the remaining
+        rows, and assign free rows to waiting completions. Return whether any row is active.
 
         Even the smallest cache has space for one completion of the maximum length. So the oldest
         completion is never put back into the queue, and all completions finish.

@@ -11,10 +11,10 @@ about 25 lines:
     loss = Σ weight·(l·importance + β·KL) - Σ entropy_weight·H
 
 By default, old_logp, ref_logp, importance and entropy_weight are None. Without old_logp, r is 1.
-If ref_logp, importance or entropy_weight is None, the formula has no KL, no importance or no
-entropy. Names and formulas are the same as in TRL 1.16.0, and tests compare them with TRL's code.
-The page docs/equations.md lists the papers, and docs/fork.md says how to change the loss. Read
-next: kernels/reference/policy.py (the loss of a token), schedule.py and packing.py (which set
+Without importance, the factor importance is 1. The KL needs ref_logp, and the entropy needs
+entropy_weight. Names and formulas are the same as in TRL 1.16.0, and tests compare them with TRL's
+code. The page docs/equations.md lists the papers, and docs/fork.md says how to change the loss.
+Read next: kernels/reference/policy.py (the loss of a token), schedule.py and packing.py (which set
 weights).
 """
 

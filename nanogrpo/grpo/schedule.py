@@ -64,7 +64,7 @@ class Update:
 
 
 def skipped(facts: Sequence[Facts], cfg: Config) -> float:
-    """Return the fraction of the trained tokens that is left out because it has no gradient."""
+    """Return the fraction of trained tokens whose completions have no gradient and are left out."""
     trained = [f for f in facts if is_trained(f, cfg)]
     out = sum(f.length for f in trained if not has_gradient(f, cfg))
     return out / max(sum(f.length for f in trained), 1)
@@ -108,9 +108,8 @@ def plan(
     """Divide the samples of one update into strips [ranks][micro-batch].
 
     Samples without a gradient are left out. If no sample has a gradient, the smallest sample is
-    kept. If all samples are masked, each rank gets an empty strip. If no sample has a gradient, or
-    all samples are masked, the gradient is 0, so AdamW takes the same step as if no sample were
-    left out.
+    kept. If all samples are masked, each rank gets an empty strip. In both cases, the gradient is
+    0, and AdamW takes the same step as with all samples.
 
     Strips stay within the token budget and have about the same cost. All ranks have the same number
     of strips, at least one. If there is too little work for all ranks, some strips are empty. A
@@ -166,10 +165,10 @@ def _spread(pieces: list[Piece], budget: int, ranks: int, share: int) -> tuple[l
     one. A piece that exceeds the budget gets its own strip.
 
     Pieces are assigned from the most expensive to the cheapest, each to the cheapest strip that can
-    still hold it ("longest processing time first"). If the budget excludes no strip, the cost is at
-    most 4/3 of the optimum (Graham 1969). Pieces of equal cost are taken from one rank after the
-    other, and the strips receive them in turn. So samples of the same rank tend to end up in the
-    same strip.
+    still hold it ("longest processing time first"). If every strip always has room for the next
+    piece, the cost is at most 4/3 of the optimum (Graham 1969). Pieces of equal cost are taken from
+    the ranks in turn, and are given to the strips in turn. So samples of the same rank tend to end
+    up in the same strip.
     """
 
     pieces = sorted(pieces, key=lambda p: (-p.cost, p.samples[0] % share, p.samples))

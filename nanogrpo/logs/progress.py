@@ -63,7 +63,7 @@ class Progress:
 
     def __init__(self, cfg: Config, device: str, start: int):
         self.cfg, self.start, self.began = cfg, start, time.perf_counter()
-        # Larger differences of log-probs have other causes than rounding (docs/metrics.md).
+        # Larger differences of log-probs have causes other than rounding (docs/metrics.md).
         self.largest_gap = 1e-5 if device == "cpu" else 0.02
         self.rows = 0  # rows since the last header
         self.flat = 0  # steps in a row without a learning signal

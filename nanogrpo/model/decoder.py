@@ -10,9 +10,9 @@ Hugging Face, so loading and saving checkpoints needs no mapping (checkpoint.py)
 
 The model knows nothing about GRPO, engines, or sharding (distributed/fsdp.py). Training, prefill
 and decoding run the same code and differ only in `attend`. A block returns two tensors instead of
-their sum, so that the norm of the next block can add them in its own GPU kernel. Norms, rotation
-and SwiGLU are functions from kernels/reference/ on a CPU, and Triton kernels with the same names on
-a GPU (dispatch.py). Read next: attention.py, then head.py.
+their sum. On a GPU, the kernel of the next block's norm adds the two tensors. Norms, rotation and
+SwiGLU are functions from kernels/reference/ on a CPU, and Triton kernels with the same names on a
+GPU (dispatch.py). Read next: attention.py, then head.py.
 """
 
 from collections.abc import Callable, Iterable

@@ -20,7 +20,7 @@ ARCHITECTURES = {
 }
 # Functions that read how the layers of a model differ.
 # A function gets the dict of config.json and the name of the file.
-# It returns the dict of a model with equal layers, with a new field `layers` (see ModelConfig).
+# It returns the dict without the differences, and puts them into a new field `layers`.
 READERS: list[Callable[[dict, str], dict]] = []
 # Fields that can change what transformers computes.
 # The decoder supports only the value given here for each field, or null.
@@ -53,7 +53,7 @@ class ModelConfig:
     attention_bias: bool = False
     mlp_bias: bool = False  # Llama only: a bias on gate, up and down
     rope_scaling: Any = None  # one of rope.SCALINGS
-    # None if all layers are equal, or else the result of one of READERS.
+    # None, or the object that one of READERS has stored under `layers`.
     # This object has `to_dict`, and `window(layer)`: how many tokens a token attends to (0: all).
     layers: Any = None
 
@@ -90,7 +90,7 @@ class ModelConfig:
         # transformers 5 writes rope_parameters, but reads the older rope_scaling first.
         angles = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
         for name, neutral in NEUTRAL.items():
-            for fields in raw, angles:  # partial_rotary_factor may be in either of them
+            for fields in raw, angles:  # partial_rotary_factor may be in either dict
                 check(where, name, fields.get(name), [neutral, None])
         for layer in raw.get("layer_types") or []:
             check(where, "layer_types", layer, ["full_attention"])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 # Some models change the frequencies for longer contexts.
-# SCALINGS maps a rope_type to a function that reads from config.json how the frequencies change.
+# SCALINGS maps a rope_type to a function that reads this change from config.json.
 # Its arguments are the rope_type, the JSON object that contains the rope_type, all of config.json,
 # and the file's name.
 # It returns an object with `frequencies` and `to_dict`.
@@ -24,8 +24,8 @@ SCALINGS: dict[str, Callable[[str, dict, dict, str], Any]] = {}
 def frequencies(
     theta: float, size: int, scaling: Any, device: torch.device
 ) -> tuple[Tensor, float]:
-    """Return the frequency of each dimension of a head of `size` E, [E] float32, and a factor for
-    cosines and sines.
+    """Return the frequencies [E] float32 of a head, and a factor for cosines and sines. `size` is
+    the head size E.
     """
     # always float32, because bf16 cannot represent all positions above 256
     even = torch.arange(0, size, 2, device=device, dtype=torch.float32)

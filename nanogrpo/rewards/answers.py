@@ -51,9 +51,9 @@ def extract_answer(text: str) -> str | None:
     The answer is the first of these that exists: the last \\boxed{…}, the last <answer>…</answer>,
     the text after the last #### in its line, and the formula after the last word "answer". A text
     after #### that has words but no number may be a heading, so the formula is preferred. If
-    answers are joined by "or", "and" or a comma, all of them are returned, for example "3, 5",
-    because none of them is the full answer. Text before </think> is ignored, and so is text after
-    an unclosed <think>.
+    several answers are joined by "or", "and" or a comma, they are returned as one text, such as
+    "3, 5", because each of them is only a part of the answer. Text before </think> is ignored, and
+    so is text after an unclosed <think>.
     The time is linear in the length of the text, even if a completion repeats an unclosed \\boxed{
     up to the length limit.
     """
@@ -72,12 +72,12 @@ def extract_answer(text: str) -> str | None:
 
 
 def extract_reference(*texts: str) -> str:
-    """Return the reference answer in a record's `solution`, `answer`, or both.
+    """Return the reference answer. `texts` are a record's `solution`, its `answer`, or both.
 
     A box, a tag or a number after #### marks an answer. If the first of the given texts contains no
-    marked answer, the shortest text is used. If this text contains no marked answer either, but
-    contains words and formulas in delimiters, the last of these formulas is the answer. Otherwise,
-    the full text is the answer.
+    marked answer, the shortest text is used. If this text contains no marked answer either, it is
+    searched for words and for formulas in delimiters. If it contains both, the last formula is the
+    answer. Otherwise, the full text is the answer.
     """
     marked = _boxes(texts[0]) or re.search("</answer>|####[^a-zA-Z]*[0-9]", texts[0])
     text = texts[0] if marked else min(texts, key=len)

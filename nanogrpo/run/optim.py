@@ -74,7 +74,7 @@ def clip_and_step(
     If the norm is not finite, no weight changes, and FloatingPointError is raised. A fused
     optimizer checks this on the device, so the host waits for the device only after the update.
     """
-    clip = getattr(optimizer, "clip", nn.utils.clip_grad_norm_)  # an optimizer may have its own
+    clip = getattr(optimizer, "clip", nn.utils.clip_grad_norm_)  # an optimizer may define `clip`
     norm = gathered(clip(model.parameters(), max_grad_norm or math.inf))  # over all ranks' shards
     finite = norm.isfinite()
     if fused := optimizer.defaults.get("fused"):

@@ -137,7 +137,7 @@ def remove_unfinished(cfg: Config) -> None:
 def origin(inputs: Inputs) -> dict[str, str]:
     """Return hashes of the inputs that must be the same when the run is resumed: the prompts, the
     files of the model, and perhaps its weights. The weights are included if some of them are not
-    trained, or if they are the reference of --beta.
+    trained, or if --beta uses them as the reference model.
 
     Every rank must call this function. Raises UserError if ranks read different files.
     """

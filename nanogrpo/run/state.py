@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # setup.py imports this file
 
 STATE = "state.json"
 
-# Without a process group, dcp warns that it assumes a single process, which is intended here.
+# Without a process group, dcp warns that it assumes a single process. This is true here.
 # The warning also comes from the writing thread, so the filter is global.
 warnings.filterwarnings(
     "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
@@ -276,9 +276,9 @@ def latest(cfg: Config, origin: dict[str, str]) -> tuple[Path, dict[str, str]] |
 
 
 def fixed_options(cfg: Config) -> dict[str, Any]:
-    """Return the options that a resumed run must repeat, if they differ from their defaults. An
-    option that is missing from the result has its default value. This also holds for an option that
-    another version of nanogrpo does not have.
+    """Return the options that a resumed run must repeat. Options with their default values are left
+    out, so an option that is missing has its default value. This also holds for an option that a
+    different version of nanogrpo does not have.
     """
     by_length = 0 < cfg.warmup_steps < 1 or not cfg.lr_scheduler_type.startswith("constant")
     out = {}

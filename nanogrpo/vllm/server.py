@@ -4,7 +4,7 @@ the server process if we start it ourselves (`Sidecar`).
 In: a URL and a secret. Out: the methods `get` and `post`. They raise a `ServerError` if no answer
 arrives in time, if the connection is lost, or if the status is not 200. Another attempt or another
 server may then help. HTTP uses the standard library. Each request uses a new connection, so a retry
-never uses a broken one. Read before: engine/base.py. Read next: sync.py, client.py.
+never uses a broken connection. Read before: engine/base.py. Read next: sync.py, client.py.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 STARTUP = 1800.0  # seconds for our own server to load its model
 
-# An exception in a server's log, with the next line if this line belongs to the message.
+# An exception in a server's log, and the next line if the message continues there.
 # For example, "(Worker pid=7) ERROR 11-22 04:43:15 [core.py:17] ValueError: no memory".
 # The text before the name of the exception may be missing.
 EXCEPTION = re.compile(
@@ -76,7 +76,7 @@ class Server:
     answers = True  # whether the server answered the last heartbeat
     version = -1  # version of the weights that the server received last
     problem: Exception | None = None  # why it was lost
-    # the connection for weights, if these are broadcast
+    # the connection for weights if the transport is broadcast
     group: BroadcastGroup | None = None
 
     def __post_init__(self) -> None:
@@ -174,16 +174,16 @@ class Sidecar:
 
     model: str | Path
     options: Sequence[str]  # options for serve.py and vLLM
-    python: str  # the interpreter that has vLLM, if not ours
+    python: str  # the interpreter that has vLLM; "" if it is our own interpreter
     output: Path  # the file for the server's messages
-    gpus: str = ""  # its CUDA_VISIBLE_DEVICES, if not ours
+    gpus: str = ""  # its CUDA_VISIBLE_DEVICES; "" if they are the same as ours
 
     def __post_init__(self) -> None:
         self.secret = secrets.token_urlsafe(32)
         self.process: subprocess.Popen | None = None
         self.logged = 0  # bytes in `output` before the process started
-        # The server's interpreter imports our package from this folder, which has a link to it.
-        # If we gave it our site-packages instead, it would also import our torch, not its own.
+        # This folder has a link to our package, so that the server's interpreter can import it.
+        # If the server searched our site-packages instead, it would also import our torch.
         # The folder is next to the log, so that a killed run leaves nothing elsewhere.
         self.path = self.output.absolute().with_name(f".{self.output.stem}")
 

@@ -5,7 +5,7 @@
     memory:│ the server has its share              │ the server has released its share
 
 A server that sleeps (vLLM's level 2) has neither weights nor a KV cache. So the weights are sent
-each time the server wakes, even if they have not changed since it slept (for example, after an
+each time the server wakes, even if the trainer's weights have not changed (for example, after an
 evaluation). The server stays awake for one call of `sample`, including any calls of tools. Read
 before: client.py. Read next: sync.py (the order of the requests), extras/memory.py (the memory of
 each turn).

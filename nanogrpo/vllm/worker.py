@@ -79,7 +79,7 @@ class Transfer(WeightTransferEngine):
                 if checksum(bucket) != expected:
                     raise RuntimeError(f"bucket {i} does not have the bytes that were sent")
                 loaded |= self.model.load_weights(self.info.plan.views(bucket, i))
-        finally:  # after a failed broadcast, this call restores weights that did not arrive
+        finally:  # after a failed broadcast, this restores the old values of missing weights
             finalize_layerwise_reload(self.model, self.model_config)
             self._repack_tied_head()
         if missing := sorted({name for name, _ in self.model.named_parameters()} - loaded):
