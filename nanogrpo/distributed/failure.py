@@ -61,7 +61,7 @@ def end(error: BaseException) -> NoReturn:
             first = store.compare_set("failed", "", mine).decode()
     if first == mine:
         print(f"error: {message}", file=sys.stderr)
-    # an ordinary exit would destroy the process group, which waits for ranks that have ended
+    # an ordinary exit would destroy the process group, and so wait for ranks that have ended
     os._exit(int(first.split()[0]))
 
 

@@ -184,7 +184,7 @@ def join(cfg: Config) -> Iterator[World]:
         )
     device = torch.device(f"cuda:{local}" if cuda else "cpu")
     if cuda:
-        # Memory segments must be able to grow, because batches of varying length would leave gaps.
+        # Memory segments must be able to grow. Otherwise, batches of varying length leave gaps.
         # torch reads this variable at its first allocation; PYTORCH_ALLOC_CONF overrides it.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)

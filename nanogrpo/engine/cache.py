@@ -54,8 +54,8 @@ class KVCache:
         self.index = torch.arange(max(B, S), device=device)
 
     def clear(self) -> None:
-        """Reset the cache to its initial width, with zeros. A NaN left in a masked column would
-        spread, because 0 · NaN is NaN.
+        """Reset the cache to its initial width, and fill it with zeros. A NaN left in a masked
+        column would spread, because 0 · NaN is NaN.
         """
         self.kv = torch.zeros(self.narrow, dtype=self.dtype, device=self.device)
 

@@ -96,7 +96,7 @@ class PagedCache:
     def write(self, started: Iterable[tuple[int, int, Prefix]]) -> None:
         """Copy the table to the device, and then do the same as KVCache.write. The indices of pages
         come from the table on the device. If these indices came from the host's table, the host
-        would wait.
+        would have to wait for the device.
         """
         self.table.copy_(moved(torch.from_numpy(self.on_host), self.table.device))
         for first, count, prefix in started:

@@ -104,8 +104,8 @@ class Tokenizer:
             return self._tokenizer.encode(text, add_special_tokens=surround).ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids. <think> and </think> are never skipped, because Qwen3
-        defines them as ordinary tokens.
+        """Return the text of token ids. The tags <think> and </think> are always kept,
+        because Qwen3 defines them as ordinary tokens.
         """
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 

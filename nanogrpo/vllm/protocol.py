@@ -226,7 +226,7 @@ def read(
     samples = sorted(map(sample, reply["choices"]), key=lambda s: s.index)
     if prompt.inputs and reply["prompt_token_ids"] != prompt.token_ids:
         raise ServerError(
-            f"{server} returned a prompt whose image tokens differ from ours: its "
+            f"{server} returned a prompt whose image tokens differ from ours: the server's "
             "preprocessor_config.json differs"
         )
     if params["n"] == 1:  # greedy sampling, or a group with one completion

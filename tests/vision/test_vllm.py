@@ -106,7 +106,7 @@ def test_other_image_tokens_than_the_trainers_are_reported(fake):
     """As if the server resized pictures to other sizes."""
     expand, fake.disturb = fake.disturb, lambda *call: shorter(expand(*call))
     engine = engine_of(fake, model=MODEL, max_len=128)
-    message = r"a prompt whose image tokens differ from ours: its preprocessor_config.json differs"
+    message = r"image tokens differ from ours: the server's preprocessor_config.json differs"
     with pytest.raises(ServerLost, match=message):
         engine.sample([pictured(2, (16, 16), 3)], 2, PARAMS, step=0)
 
