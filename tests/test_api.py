@@ -199,5 +199,5 @@ def test_values_with_a_text_of_their_own_are_kept_in_a_row():
 
 
 def test_a_model_has_a_name():
-    with pytest.raises(UserError, match="model is a dict with other weights than any folder: save"):
+    with pytest.raises(UserError, match="model is a dict whose weights are not in any folder"):
         train({"model": "base"}, **GIVEN)

@@ -372,12 +372,12 @@ def test_a_model_object_stands_for_the_folder_it_was_loaded_from(tiny_base):
     assert Config.from_trl(model=model, processing_class=tokenizer) == Config(model=base)
     tokenizer.chat_template += "!"
     other = message(Config.from_trl, model=base, processing_class=tokenizer)
-    assert other.startswith(f"processing_class has another chat template than {base}")
+    assert other.startswith(f"the run uses the chat template of {base}, but processing_class has")
     with torch.no_grad():
         model.model.norm.weight[0] += 1
-    assert f"with other weights than {base}: save it" in message(Config.from_trl, model=model)
+    assert f"whose weights are not in {base}: save it" in message(Config.from_trl, model=model)
     model.config._name_or_path = ""
-    assert "than any folder" in message(Config.from_trl, model=model)
+    assert "not in any folder" in message(Config.from_trl, model=model)
 
 
 def port(base: Path, folder: Path) -> list[int]:
@@ -399,9 +399,9 @@ def test_a_port_runs_under_torchrun_and_all_ranks_stop_together(tiny_base, tmp_p
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"args": 3}, "3 is not a GRPOConfig: give one, or leave it out"),
-        ({"model": 3}, "model is a int with other weights than any folder: save it and the token"),
-        ({"peft_config": object()}, " is not a LoraConfig: give one"),
+        ({"args": 3}, "3 is not a GRPOConfig: pass a GRPOConfig, or leave it out"),
+        ({"model": 3}, "model is a int whose weights are not in any folder: save it and the tok"),
+        ({"peft_config": object()}, " is not a LoraConfig: pass a LoraConfig"),
         ({"peft_config": {"lora_dropout": 0.1}}, "--lora-dropout is an option of TRL: it is not"),
         ({"peft_config": {"bias": "all"}}, "lora_bias is not an option: "),
         ({"callbacks": [print]}, "callbacks is not an option: pass a function as on_step"),

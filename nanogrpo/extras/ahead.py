@@ -43,7 +43,7 @@ class Ahead(Feature):
 
 
 class AheadEngine(Wrapper):
-    """An engine that samples up to --max-staleness steps ahead of the step that trains.
+    """An engine that samples up to --max-staleness steps ahead of training.
 
     A thread calls the wrapped engine while the loop trains. So the engine must sample in other
     processes. Only samples for training are drawn ahead. All other requests, such as evaluations,

@@ -175,8 +175,8 @@ def _listed(given: Any) -> list:
 
 
 def _names(given: Given) -> dict[str, Any]:
-    """Return the options that are given as objects, with the names of these objects as values. The
-    checks and the log use these names.
+    """Return {option: name} for the options that are given as Python objects. The checks and the
+    log use these names.
     """
     names: dict[str, Any] = {
         "reward_funcs": tuple(
@@ -200,5 +200,5 @@ def _name(function: Any) -> str:
 
 @functools.cache
 def loop() -> dict[str, Callable]:
-    """Return the functions of train.py, which `import train` would not find in a wheel."""
+    """Return the functions of train.py. In a wheel, `import train` would not find this file."""
     return runpy.run_path(str(script("train.py")))

@@ -4,9 +4,9 @@
 the command line, `parse` reads it with the options of all extras. `attach` returns the features
 that the options select, in the order in which they attach. Extras are imported only when they are
 needed. On a CPU, the debug profile imports none. On a GPU, every run imports memory.py and
-sharding.py. To add an extra, write a Feature (nanogrpo/feature.py) and its options in a file of its
-own. Then add a line to SUMMARY below, an `if` to `wanted` below, and the options to options.py.
-Read before: feature.py.
+sharding.py. To add an extra, write a Feature (nanogrpo/feature.py) and its options in a new file.
+Then add a line to SUMMARY below, an `if` to `wanted` below, and the options to options.py. Read
+before: feature.py.
 """
 
 import os

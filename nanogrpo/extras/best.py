@@ -1,8 +1,9 @@
 """Also keep the checkpoint with the best evaluation: `--load-best-model-at-end`.
 
-In: the evaluations in the log. Out: a checkpoint that --save-total-limit never removes. The run
-names this checkpoint at its end. A resumed run reads the earlier evaluations from the log, so a
-checkpoint need not contain them. Read before: run/state.py (which saves and removes checkpoints).
+In: the evaluations in the log. Out: a checkpoint that --save-total-limit never removes. When
+the run ends, it prints the path of this checkpoint. A resumed run reads the earlier evaluations
+from the log, so a checkpoint need not contain them. Read before: run/state.py (which saves and
+removes checkpoints).
 """
 
 import re
@@ -29,7 +30,7 @@ class Best(Feature):
             )
 
     def running(self, run: Run) -> None:
-        """Name the best checkpoint even if a resumed run saves no further checkpoint."""
+        """Find the best checkpoint of a resumed run, which may save no further checkpoint."""
         if run.start:
             run.saver.final = Path(run.cfg.output_dir) / f"checkpoint-{run.start}"
             self.files(run.saver)

@@ -106,8 +106,8 @@ def parse(
 
 
 def of_run(model: str, taken: str) -> cli.Options:
-    """Return the options of the run that wrote a checkpoint, or none if its log is missing. Rank 0
-    also prints the options.
+    """Return the options of the run that wrote a checkpoint, or none if the log of the run is
+    missing. Rank 0 also prints the options.
 
     `taken` has the names of the wanted options. `data` are the held-out prompts of the run. Options
     that have their default value are left out.
@@ -154,7 +154,7 @@ def _typed(name: str, words: list[str], options: type[Config]) -> Any:
 
 
 def _parsed(kind: str, word: str) -> Any:
-    """Return a word as a value of this type. If this fails, return the word itself: `layer` then
+    """Convert `word` to the type `kind`. If this fails, return `word` unchanged: `layer` then
     reports the mistake. An option that exists only in TRL has no type, so its value is read as
     YAML.
     """

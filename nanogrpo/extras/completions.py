@@ -46,7 +46,7 @@ class Completions(Feature):
         """Prepare the folder.
 
         A resumed run repeats the steps after its checkpoint, so their files are deleted. A run that
-        starts over keeps the old folder under another name.
+        starts over renames the old folder.
         """
         if run.world.main:
             if run.start == 0 and self.folder.exists():

@@ -1,10 +1,11 @@
 """Send the log to dashboards (`--report-to tensorboard trackio wandb`, optional packages).
 
 In: the records of the log and, with `--log-completions`, the completions of each step. The
-completions become a table, except in TensorBoard, which has no tables. Out: event files in
-output_dir/dashboards (see them with `tensorboard --logdir RUNS`), a database on this machine (see
-it with `trackio show`), or a run of Weights & Biases (W&B). Environment variables such as
-$TRACKIO_PROJECT and $WANDB_PROJECT configure Trackio and W&B. Read before: logs/console.py.
+completions become a table, except in TensorBoard, which has no tables. Out: for TensorBoard, event
+files in output_dir/dashboards; for Trackio, a database on this machine; for Weights & Biases (W&B),
+a run. `tensorboard --logdir RUNS` and `trackio show` display the files and the database.
+Environment variables such as $TRACKIO_PROJECT and $WANDB_PROJECT configure Trackio and W&B. Read
+before: logs/console.py.
 
 A resumed run continues the same curves. TensorBoard drops the values after the checkpoint. W&B gets
 the id of the earlier run, and keeps the old values. Trackio continues the last run of the same
@@ -105,7 +106,7 @@ class Dashboards(Feature):
 
     @contextlib.contextmanager
     def running(self, run: object) -> Iterator[None]:
-        """However the run ends, let the dashboards send the remaining data."""
+        """Let the dashboards send the remaining data at the end of the run, even after an error."""
         try:
             yield
         finally:

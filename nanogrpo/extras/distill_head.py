@@ -8,7 +8,7 @@ divergence of a chunk while its logits exist.
 
 Work. The student needs three matrix products, with or without a teacher. Each teacher needs one
 more product. Memory. A chunk needs about ten float32 tensors of the size of its logits, so it has
-fewer rows than without a teacher. Nothing of a teacher is kept for the backward pass.
+fewer rows than without a teacher. No tensor of a teacher is kept for the backward pass.
 
 Read before: kernels/head.py, which calls `policy_rows_` on each chunk. Read next:
 examples/recipes/distill.py.

@@ -86,8 +86,8 @@ def most_uncertain(
 ) -> list[Tensor]:
     """Return masks [M] bool that keep only the trained tokens with the highest entropy.
 
-    Wang et al. 2025 (2506.01939). `share` is the fraction to keep, of all trained tokens of the
-    optimizer step on all ranks. Every rank must call this function.
+    Wang et al. 2025 (2506.01939). The masks keep the fraction `share` of all trained tokens
+    of the optimizer step, counted over all ranks. Every rank must call this function.
     """
     values = [h.float().cpu() for h in entropies]
     chosen = [h[mask.cpu()] for h, mask in zip(values, trained)]

@@ -6,11 +6,11 @@ log-prob as much (docs/precision.md). With this option, logits stay float32. The
 rounded to 16 bits, because it is an input of two 16-bit matrix products. If weights are float32, as
 in most runs on a CPU, the option changes nothing.
 
-In: a run. Out: the same run, whose engine and trainer use the products below. A vLLM server has an
-option of its own (vllm/feature.py).
+In: a run. Out: the same run, whose engine and trainer use the products below. A vLLM server needs
+a separate option (vllm/feature.py).
 
 Bytes.      For N rows of logits, the product writes 4·N·V bytes, and the kernel reads them twice.
-            The kernel writes a gradient of 2·N·V bytes, and each of two products reads it once. The
+            The kernel writes a gradient of 2·N·V bytes, which two products read once each. The
             total is 18·N·V bytes, or 12·N·V bytes without this option. With this option, an engine
             writes and reads twice as many bytes of logits.
 Memory.     A chunk of C rows takes 6·C·V bytes: 4·C·V for the logits, and 2·C·V for their gradient.

@@ -85,10 +85,10 @@ def correction(
 ) -> Tensor:
     """Return a factor for each token's loss, to correct for sampling from μ instead of π.
 
-    `trainer_logp` and `engine_logp` are [M]. `sample` [M] int64 is the sample of each token.
-    Returns [M] float32, without gradient. The ratio ρ = π/μ is computed per token, or per sample as
-    the product (not the mean) over its tokens. The bounds of ρ are clip_min (or 0, if it is None)
-    and clip_max.
+    `trainer_logp` and `engine_logp` are [M]. `sample` [M] int64 has the index of each token's
+    sample. Returns [M] float32, without gradient. The ratio ρ = π/μ is computed per token, or per
+    sample as the product (not the mean) over its tokens. The bounds of ρ are clip_min (or 0, if it
+    is None) and clip_max.
 
     * token_truncate, sequence_truncate: ρ clamped to the bounds (TIS, Yao et al. 2025).
     * token_mask, sequence_mask: ρ if it is within the bounds, else 0 (IcePop, MIS).

@@ -26,7 +26,7 @@ has W GPUs and micro-batches of T tokens, and computes in a dtype of b = 2 bytes
   has only the adapters and, if W > 1, the 4-bit weights. The cache takes 2·b·K·E per layer and
   token, and holds all positions of all slots, or --cache-tokens tokens.
 * engine, b·n with vLLM: rank 0's copy of the weights, which it sends to the server. If the server
-  is on rank 0's GPU, its memory counts, too.
+  is on rank 0's GPU, the memory of the server counts, too.
 * checkpoint, 12·n/W + 4·n: copies in host memory while a checkpoint is written. Only rank 0 has the
   term 4·n. This term is 2·n if the base has 16 bits.
 * reference, 4·n/W: with beta > 0. This row also counts the root of the reference, which
@@ -160,7 +160,7 @@ def activation_bytes(
     everything = item * (4 * D + copies * q + (norms + 1) * kv + products * F) + statistics
     if kind != "selective":
         return (everything, 0) if kind == "none" else (item * D, everything)
-    # the block's input, the results named in sharding.KEPT, and those of adapters
+    # the block's input, the results named in sharding.KEPT, and the results of adapters
     products = 2 * D + q + 2 * kv + 2 * F
     results = item * (D + q + products * (2 if adapted else 1)) + 4 * c.num_attention_heads
     return results, everything
@@ -449,10 +449,10 @@ def server_share(world: World, needed: int, given: Sequence[str]) -> list[str]:
     share = min((free - growth - MARGIN) / total, MOST)
     if share <= 0:
         raise UserError(
-            f"--engine vllm: of the {shown(free)} that are free on the GPU, the trainer will need "
-            f"{shown(growth)}, which leaves nothing for vLLM: lower --token-budget, let both take "
-            "turns with --vllm-enable-sleep-mode, name another GPU with --vllm-gpus, or set "
-            "--gpu-memory-utilization in --vllm-options."
+            f"--engine vllm: the GPU has {shown(free)} free, but the trainer will need "
+            f"{shown(growth)}, which leaves too little for vLLM: lower --token-budget, let trainer "
+            "and server take turns with --vllm-enable-sleep-mode, name another GPU with "
+            "--vllm-gpus, or set --gpu-memory-utilization in --vllm-options."
         )
     logger.info("the vLLM sidecar may use %.0f %% of the GPU", 100 * share)
     return ["--gpu-memory-utilization", f"{share:.3f}"]

@@ -77,7 +77,8 @@ def adjoined(parts: tuple[Tensor, ...]) -> Tensor:
     """Return matrices [T, n] next to each other, [T, Σn].
 
     Triton kernels write the gradients of gate and up next to each other. They also write the
-    gradients of q and k next to each other, with space for the gradient of v, which is then copied.
+    gradients of q and k next to each other, with space for the gradient of v. This function then
+    copies the gradient of v into this space.
     """
     (first, *others), sizes = parts, [part.shape[1] for part in parts]
     if not others:

@@ -272,7 +272,7 @@ class ResampleOptions(Core):
 
 @dataclass(frozen=True)
 class ReferenceOptions(Core):
-    """Another reference model, or one that follows the policy."""
+    """A different reference model, or one that follows the policy."""
 
     ref_model: str = option(
         "",

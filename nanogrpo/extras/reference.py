@@ -1,5 +1,5 @@
-"""Frozen models next to the policy: another reference (--ref-model), the teachers of recipes, and a
-reference that follows the policy (--ref-model-sync-steps, as in TRL).
+"""Frozen models next to the policy: a different reference (--ref-model), the teachers of recipes,
+and a reference that follows the policy (--ref-model-sync-steps, as in TRL).
 
 With --ref-model, --beta weights the KL to the model of another checkpoint. If this model is better
 than the policy, the policy learns from it (distillation). With --use-bias-correction-kl, the
@@ -36,7 +36,7 @@ class FrozenModels(Feature):
     """
 
     def __init__(self, option: str, names: Sequence[str]):
-        """`option` is the option with the names, folders or hub ids of the models."""
+        """`names` are the folders or hub ids of the models. They are the values of `option`."""
         self.option, self.names = option, names
         self.frozen: list[Decoder] = []
 

@@ -71,8 +71,8 @@ class Result(list[dict]):
         return Best(folder if folder.exists() else None, values[step], step)
 
     def plot(self, *metrics: str) -> Any:
-        """Return a matplotlib Figure of `metrics`, such as "rewards/*". If none is given, it shows
-        the usual metrics.
+        """Return a matplotlib Figure of `metrics`, such as "rewards/*". Without metrics, the figure
+        shows the usual ones.
         """
         return plot.figure([Path(relpath(self.folder))], metrics)
 

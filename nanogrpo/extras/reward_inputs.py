@@ -1,5 +1,5 @@
 """More arguments for reward functions, each with one entry per token. A function gets the arguments
-that it names.
+that are among its parameters.
 
     def surprise(logp, **kwargs):
         return [[-0.01 * x for x in each] for each in logp]      # a reward for each token

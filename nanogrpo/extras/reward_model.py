@@ -65,7 +65,7 @@ class RewardModel(nn.Module):
             if not str(kind).endswith("ForSequenceClassification") or len(labels) != 1:
                 raise UserError(
                     f"{path}: a reward model is a ...ForSequenceClassification with one label, but "
-                    f"this is a {kind} with {len(labels)}; give another folder as model:FOLDER"
+                    f"this is a {kind} (labels: {len(labels)}); give another folder as model:FOLDER"
                 )
             # A reward model has no vocabulary head that could be tied to the embeddings.
             cfg = ModelConfig.from_dict(raw, str(path))
@@ -114,11 +114,11 @@ class RewardModel(nn.Module):
         context = self.cfg.max_position_embeddings
         if not 0 < len(ids) <= context:
             raise UserError(
-                f"the reward model {self.__name__} cannot judge a text of {len(ids)} tokens (its "
+                f"the reward model {self.__name__} cannot score a text of {len(ids)} tokens (its "
                 f"context is {context}); lower --max-completion-length or --max-prompt-length, or "
                 "use another model"
             )
-        # as in transformers, remove all padding ids at the end, even if the text has them itself
+        # as in transformers, remove all padding ids at the end, even if they come from the text
         while len(ids) > 1 and ids[-1] == self.pad_token_id:
             ids.pop()
         return ids

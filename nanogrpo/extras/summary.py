@@ -91,7 +91,7 @@ def main(argv: list[str]) -> None:
     for folder in argv or ["runs"]:
         found = sorted(Path(folder).rglob("metrics.jsonl"))
         if not found:
-            raise UserError(f"{folder} contains no run: name a folder above a metrics.jsonl.")
+            raise UserError(f"{folder} contains no run: name the folder of one or several runs.")
         logs += found
     print(f"{'checkpoint':32}  {'from':32}  summary")
     for log in logs:

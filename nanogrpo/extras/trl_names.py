@@ -4,14 +4,15 @@ other names.
     notes = Notes()
     translate({"use_peft": True, "per_device_train_batch_size": 8}, notes)
         → {"lora_r": 16, "generation_batch_size": 8, "steps_per_generation": 1}
-    notes.finish()                # logs what became of TRL's options, or raises all mistakes
+    notes.finish()                # logs the replacements, or raises one error for all mistakes
     unknown("--kl_coef", FIELDS)  # → "--kl_coef is not an option: use --beta."
 
 In: options by name, from the command line, a file or Python. Out: options of `Config`. An option is
 translated only if its meaning is clear. For others, a UserError says what to use instead, or why
-there is no such option. The tables cover every field of TRL 1.16.0's GRPOConfig, ModelConfig and
-script arguments and of transformers' TrainingArguments. `python docs/trl_tables.py` prints
-the tables for docs/trl.md. Read next: commandline.py and trl_objects.py, which use this file.
+there is no such option. The tables cover every field of GRPOConfig, ModelConfig and the script
+arguments in TRL 1.16.0, and every field of TrainingArguments in transformers. The command
+`python docs/trl_tables.py` prints the tables for docs/trl.md. Read next: commandline.py and
+trl_objects.py, which use this file.
 """
 
 import contextlib
@@ -33,13 +34,13 @@ logger = logging.getLogger("nanogrpo")
 
 def table(text: str) -> dict[str, str]:
     """Return the entries of a table. An entry begins with one or more names. The indented lines
-    after the names are a text about them, in Markdown.
+    after the names describe them, in Markdown.
     """
     entries = re.findall(r"((?:^ {4}\S.*\n)+)((?:^ {8}.*\n)+)", text, re.MULTILINE)
     return {" ".join(names.split()): " ".join(words.split()) for names, words in entries}
 
 
-# The same option under another name.
+# Options of TRL that have a different name here.
 RENAMED = {
     "model_name_or_path": "model",
     "dataset_name": "data",
@@ -94,7 +95,7 @@ TRANSLATED = table(
     """
 )
 
-# Another option has the same purpose, but its values have another meaning.
+# Options that are not translated, with the option or the action that serves the same purpose.
 INSTEAD = table(
     """
     auto_find_batch_size
@@ -397,7 +398,7 @@ class Notes:
 
     @contextlib.contextmanager
     def mistake(self) -> Iterator[None]:
-        """Keep a UserError, so that one error can list all mistakes."""
+        """Collect a UserError, so that one error can list all mistakes."""
         try:
             yield
         except UserError as e:
@@ -409,7 +410,7 @@ class Notes:
             raise UserError(f"{where}{UserError(*self.mistakes)}")
 
     def finish(self, respell: Callable[[str], str] = str) -> None:
-        """Raise the mistakes, if there are any, and otherwise log the table."""
+        """If there are mistakes, raise one UserError; otherwise, log the replacements."""
         self.check()
         lines = [f"\n  {respell(theirs):32}  {respell(ours)}" for theirs, ours in self.rows]
         if lines:
@@ -418,7 +419,7 @@ class Notes:
 
 def unknown(name: str, known: Collection[str] = ("--help",)) -> str:
     """Return the message about a name that is not an option. `known` contains the names of all
-    options. Their spelling is that of the command line, or that of files and Python.
+    options, spelled as on the command line or as in files and Python.
     """
     plain = name.lstrip("-").replace("-", "_").rpartition(".")[2].removeprefix("no_")
     for table, text in MESSAGES:
@@ -544,7 +545,8 @@ def _batch(given: Options, out: Options, notes: Notes) -> None:
     if total and total % at_once:
         raise UserError(
             f"--generation-batch-size {total} is not a multiple of --per-device-train-batch-size"
-            f" times the number of processes, {at_once}: choose a multiple, or use only the first."
+            f" times the number of processes, {at_once}: choose a multiple, or use only"
+            " --generation-batch-size."
         )
     micro = micro or (total // at_once if total else accumulated)
     if micro % accumulated:

@@ -64,7 +64,7 @@ def _of(config: Any, kind: str, *always: str) -> dict[str, Any]:
     that are named in `always`.
     """
     if not all(hasattr(config, name) for name in always):
-        raise UserError(f"{config!r:.60} is not a {kind}: give one, or leave it out.")
+        raise UserError(f"{config!r:.60} is not a {kind}: pass a {kind}, or leave it out.")
     # a new GRPOConfig needs values that this machine supports
     same = {name: getattr(config, name) for name in ("use_cpu", "bf16") if hasattr(config, name)}
     new, out = type(config)(**same), {}
@@ -90,8 +90,8 @@ def _name_of(model: Any) -> str:
     )
     if not same:
         raise UserError(
-            f"model is a {type(model).__name__} with other weights than {name or 'any folder'}:"
-            " save it and the tokenizer in a folder with save_pretrained, and give the folder."
+            f"model is a {type(model).__name__} whose weights are not in {name or 'any folder'}:"
+            " save it and the tokenizer in a folder with save_pretrained, and pass the folder."
         )
     return name
 
@@ -106,6 +106,6 @@ def _compare(processing_class: Any, name: str) -> None:
         )
         if theirs != Tokenizer(checkpoint.locate(name)).render(messages):
             raise UserError(
-                f"processing_class has another chat template than {name}, which the run reads:"
-                " save it there with save_pretrained, or leave it out."
+                f"the run uses the chat template of {name}, but processing_class has a different"
+                " one: save processing_class there with save_pretrained, or leave it out."
             )

@@ -9,8 +9,8 @@ call.
 
 Equation.   Over the keys of part p: lse_p = log Σ_j exp(q·k_j / √E) and out_p = Σ_j exp(q·k_j / √E
             - lse_p) v_j. Then lse = log Σ_p exp(lse_p) and out = Σ_p exp(lse_p - lse) out_p.
-Backward.   The probability of a key is exp(q·k_j / √E - lse), in whichever part it is. torch's
-            backward pass of a part computes it from the merged lse, and the gradients of the parts
+Backward.   A key of any part has the probability exp(q·k_j / √E - lse). In torch, the backward pass
+            of a part computes this probability from the merged lse, and the gradients of the parts
             are added. flash-attn 4 accepts a gradient of each lse_p, so autograd computes the rest.
 """
 
@@ -34,10 +34,14 @@ def calls_of(strip: Strip) -> list[Bounds]:
     """Return the bounds of two calls, or of a single call if no prompt is shared. No key is copied.
 
     In the first call, each sequence attends to its own rows. The second call has two parts for each
-    sequence of the strip. If this sequence is a shared prompt, its queries are a part without keys,
-    and the queries of all its completions are a part whose keys are the prompt. The queries of a
-    sequence without completions are also a part without keys, and its keys are a part without
-    queries. This function waits for the device.
+    sequence of the strip. The first part has no keys, and the second part has the sequence's keys.
+    The parts have these queries:
+
+    * Shared prompt: the prompt's queries in the first part, its completions' queries in the second.
+    * Completion of a shared prompt: no queries in either part.
+    * Any other sequence: its queries in the first part, and no queries in the second.
+
+    This function waits for the device.
     """
     own = Bounds(strip.cu_seqlens, strip.max_len, strip.cu_seqlens, strip.max_len, strip.causal)
     if strip.kv_rows is None:
@@ -51,8 +55,9 @@ def calls_of(strip: Strip) -> list[Bounds]:
 
 
 def merged(outs: Any, lses: Any) -> tuple[Tensor, Tensor]:
-    """Return the merged output [T, H, E] and log-sum-exp [H, T]. A query without keys in the second
-    call has the output 0 there, and an infinite log-sum-exp: inf in torch, -inf in flash-attn 4.
+    """Return the merged output [T, H, E] and log-sum-exp [H, T]. If a query has no keys in the
+    second call, this call returns the output 0 and an infinite log-sum-exp: inf in torch, -inf in
+    flash-attn 4.
     """
     if len(outs) == 1:
         return outs[0], lses[0]

@@ -56,10 +56,10 @@ def test_the_seed_is_0_unless_it_is_given():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("countdwn", r"cannot be made \(Dataset 'countdwn' not registered\): correct its name"),
-        ("countdown:sise=3", r"cannot be made \(.* unexpected keyword argument 'sise'\): correct"),
+        ("countdwn", r"cannot be created \(Dataset 'countdwn' not registered\): correct its name"),
+        ("countdown:sise=3", r"cannot be created \(.* unexpected keyword argument 'sise'\): corr"),
         ("countdown:size=f()", "cannot be read"),
-        ("countdown:seed=x", r"cannot be made \(.*\): correct its name or arguments"),
+        ("countdown:seed=x", r"cannot be created \(.*\): correct its name or arguments"),
         ("countdown:size=2,min_numbers=9", "max_numbers must be >= min_numbers"),
         ("countdown:size=0", "holds no prompts"),
     ],

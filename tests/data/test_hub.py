@@ -73,8 +73,8 @@ def test_mistakes_are_reported_in_one_sentence_and_at_once(repository, tmp_path)
         (repository, "", r"Config name is missing.*\['main', 'other'\].*, or --dataset-config"),
         (repository, "nope", r"datasets cannot load it \(ValueError: .*Available: \['main', 'ot"),
         (tmp_path / "empty", "", r"datasets cannot load it \(.*doesn't contain any data files"),
-        (tmp_path / "broken", "", "is not a file here, and datasets cannot load it"),
-        ("no/such", "", r"is not a file here, and datasets cannot load it \(Conn"),
+        (tmp_path / "broken", "", "is not a local file, and the package datasets cannot load it"),
+        ("no/such", "", r"is not a local file, and the package datasets cannot load it \(Conn"),
     ]:
         with refused(f"^--data {source} .*{message}"):
             records(source, config)

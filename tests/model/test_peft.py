@@ -119,9 +119,9 @@ WRONG = {
     "another rank": (
         lambda f: None,
         {"lora_r": 8},
-        r"--lora-adapter \S+: it needs --lora-r 3, but that is 8",
+        r"--lora-adapter \S+ needs --lora-r 3, but this option is 8",
     ),
-    "a rank in quotes": (lambda f: put(f, r="3"), {}, "it needs --lora-r '3', but that is 3"),
+    "a rank in quotes": (lambda f: put(f, r="3"), {}, " needs --lora-r '3', but this option is 3"),
     "fewer layers": (
         lambda f: None,
         {"lora_target_modules": ("q_proj",)},
@@ -130,7 +130,7 @@ WRONG = {
     "rslora": (
         lambda f: put(f, use_rslora=True),
         {},
-        "it needs --lora-alpha 12.12435565298214, but that is 7",
+        " needs --lora-alpha 12.12435565298214, but this option is 7",
     ),
     "from the future": (
         lambda f: put(f, use_newest_trick={"x": 1}),

@@ -111,7 +111,7 @@ def test_a_folder_without_a_reward_model_is_an_error(tiny_base, tmp_path):
     for name, change in {"bert": {"model_type": "bert"}, "small": {"hidden_size": 32}}.items():
         edit_json(shutil.copytree(good, tmp_path / name) / "config.json", **change)
     for folder, message in (
-        (tmp_path / "three", r"one label, but this is a Qwen3ForSequenceClassification with 3"),
+        (tmp_path / "three", r"but this is a Qwen3ForSequenceClassification \(labels: 3\)"),
         (tiny_base, r"one label, but this is a Qwen3ForCausalLM"),
         (tmp_path / "bert", r"model_type 'bert' is not supported"),
         (tmp_path / "small", r"has shape .* config\.json asks for"),
@@ -124,7 +124,7 @@ def test_a_folder_without_a_reward_model_is_an_error(tiny_base, tmp_path):
 def test_a_text_longer_than_the_context_is_an_error(tmp_path):
     judge = RewardModel.load(str(make(tmp_path / "judge", max_position_embeddings=16)))
     with refused(
-        r"reward model judge cannot judge a text of \d+ tokens \(its context is 16\)",
+        r"reward model judge cannot score a text of \d+ tokens \(its context is 16\)",
     ):
         judge(prompts=["3+4=" * 20], completions=["7"])
     with refused("a text of 0 tokens"):

@@ -140,11 +140,11 @@ def teach(model: Decoder, tokenizer: Tokenizer, seed: int, steps: int) -> None:
 def imitate(
     model: Decoder, samples_of: Callable[[int], list[Sample]], steps: int, rise: int = 50
 ) -> None:
-    """Train a model to write the given samples of each step. The learning rate rises linearly for
-    `rise` steps, then falls linearly to a twentieth of its peak.
+    """Train a model to imitate the samples that `samples_of` returns for each step. The learning
+    rate rises linearly for `rise` steps, then falls linearly to a twentieth of its peak.
 
-    Supervised learning is a policy gradient whose completions are not sampled from the policy, and
-    all have the advantage 1. So this function uses the trainer's own loss.
+    Supervised learning is a policy gradient in which the completions are not sampled from the
+    policy and every completion has the advantage 1. So this function uses the trainer's own loss.
     """
     cfg = Config()
     optimizer = optim.make_optimizer(model, cfg)

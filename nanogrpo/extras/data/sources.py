@@ -1,4 +1,4 @@
-"""Read data sets of the Hugging Face hub, folders of data files, folders that `save_to_disk` has
+"""Read data sets from the Hugging Face hub, folders of data files, folders that `save_to_disk` has
 written, CSV and Parquet files, and a `DatasetDict` from Python.
 
 In: the name of a source, or a dict of splits. Out: the records of a split. CSV files need no extra
@@ -114,8 +114,8 @@ def _load(source: str, config: str) -> Mapping[str, Any]:
     except Exception as e:
         reason = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
         raise UserError(
-            f"--data {source} is not a file here, and datasets cannot load it ({reason}): correct"
-            " the name, or --dataset-config."
+            f"--data {source} is not a local file, and the package datasets cannot load it "
+            f"({reason}): correct the name, or --dataset-config."
         ) from e
 
 

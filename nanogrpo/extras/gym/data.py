@@ -72,7 +72,7 @@ def records(source: str, held_out: bool) -> list[dict]:
     except Exception as e:  # the package raises errors of many types, such as AssertionError
         reason = " ".join(str(e).split()) or type(e).__name__
         raise UserError(
-            f"{source} cannot be made ({reason}): correct its name or arguments."
+            f"{source} cannot be created ({reason}): correct its name or arguments."
         ) from e
     # A record contains the whole problem, because another process may make a different one:
     # a few data sets depend on the order of Python's sets.

@@ -1,4 +1,4 @@
-"""The reward function `reasoning_gym`: score an answer with the verifier of its own data set.
+"""The reward function `reasoning_gym`: score an answer with the verifier of the problem's data set.
 
 In: completions, and the column `reasoning_gym` that data.py writes. Out: a score from 0 to 1 for
 each completion. The function runs in the same process as the user's reward functions. Read next:

@@ -106,8 +106,8 @@ def load(model: Decoder, folder: Path, cfg: Config) -> None:
         ours = getattr(cfg, name)
         if theirs != ours:
             raise UserError(
-                f"{where}: it needs --{dashed(name)} {theirs!r}, but that is {ours}: use the same "
-                "value."
+                f"{where} needs --{dashed(name)} {theirs!r}, but this option is {ours}: use the "
+                "same value."
             )
     wanted = {peft_name(name): p for name, p in model.named_parameters() if lora.is_adapter(name)}
     copy_tensors(

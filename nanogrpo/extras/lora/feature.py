@@ -2,8 +2,8 @@
 bits.
 
 In: the model of a run, before it has weights. Out: the same model with adapters. Without the
-adapters, the model is also the reference model. A checkpoint also contains the adapters in a folder
-of their own. Read next: lora.py.
+adapters, the model is also the reference model. A checkpoint also contains the adapters in a
+subfolder. Read next: lora.py.
 """
 
 import functools

@@ -83,7 +83,7 @@ class Linear4bit(nn.Module):
     def stored(self) -> "Matrix":
         return Matrix(self)
 
-    # LoRALinear takes over the parts of this layer, and calls the next two methods as its own.
+    # LoRALinear takes over this layer's parts, and passes itself as `self` to the next two methods.
 
     def full_weight(self: Any) -> Tensor:
         """Return the dequantized matrix [out, in] of a layer whose parts may be sharded."""
@@ -208,7 +208,7 @@ class _Stored:
         return self.value
 
 
-# The names of a matrix's six tensors are its own name, followed by one of these endings.
+# A matrix has six tensors. The name of each is the matrix's name with one of these endings.
 KEYS = (
     "",
     ".absmax",

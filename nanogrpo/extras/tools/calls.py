@@ -40,7 +40,7 @@ from nanogrpo.types import Conversation, Prompt, Sample
 
 BLOCK = re.compile(r"<think>(.*?)(?:</think>|\Z)|<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 FORM = '<tool_call>{"name": "...", "arguments": {...}}</tool_call>, in valid JSON'
-# These words mark places in a rendered template. No template contains these words itself.
+# These words mark places in a rendered template. They do not occur in any template.
 QUESTION, ARGUMENT, ANSWER = "Qquestion7x", "Qargument7x", "Qanswer7x"
 
 

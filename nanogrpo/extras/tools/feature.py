@@ -60,8 +60,9 @@ class Tools(Feature):
         self.own_reward = self.environments.reward() if self.environments else None
         if (self.own_reward is not None) != ("environment" in cfg.reward_funcs):
             raise UserError(
-                "--reward-funcs environment calls get_reward of --environment-factory: add "
-                "environment if the class has this method, and otherwise leave environment out."
+                "--reward-funcs environment calls get_reward of the class in "
+                "--environment-factory: if the class has this method, add environment to "
+                "--reward-funcs, and otherwise remove environment from --reward-funcs."
             )
 
     def reward(self, name: str, *_: Any) -> Callable | None:
@@ -81,7 +82,7 @@ class Tools(Feature):
         if isinstance(prompt.text, str):
             prompt.text = [{"role": "user", "content": prompt.text}]
         if variables.get("tools"):
-            raise UserError("it has its own `tools`: remove these or --tools.")
+            raise UserError("it has its own `tools`: remove them, or leave out --tools.")
         variables["tools"] = self.schemas
 
     def settings(self, cfg: Core, inputs: Inputs) -> None:

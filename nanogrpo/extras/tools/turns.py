@@ -8,8 +8,8 @@ model reads in between, such as a tool's answers.
 
 In: the samples of a step, without tokens. Out: the same samples with token_ids, is_model_token
 (false for tool output), logp (0 for tool output) and versions. A rollout function may also set
-these fields itself, from its own engine. A completion, including tool answers, has at most
-max_completion_length tokens. A complete example is examples/calculator.py.
+these fields itself, if it samples with a different engine. A completion, including tool answers,
+has at most max_completion_length tokens. A complete example is examples/calculator.py.
 
 The ranks of a run sample together, because rank 0 sends the requests of all ranks to the vLLM
 servers. But the conversations of different ranks have different numbers of turns. So the ranks

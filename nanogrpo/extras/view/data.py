@@ -86,8 +86,8 @@ class Run:
         path = self.folder / "completions" / name
         if not (path.is_file() and path.resolve().is_relative_to(self.folder.resolve())):
             raise UserError(
-                f"{path} is not a file of this run, because it or its folder is a link: replace "
-                "the link by what it points to."
+                f"{path} is not a file of this run, because the file or its folder is a link: "
+                "replace the link with a copy of its target."
             )
         return path
 

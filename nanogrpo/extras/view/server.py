@@ -46,8 +46,8 @@ TEXT, DATA = "text/plain; charset=utf-8", "application/octet-stream"
 def page(index: Sequence[dict], blocks: Iterable[tuple[str, bytes]], live: bool) -> Iterator[str]:
     """Yield the parts of the page. `blocks` are pairs (name, compressed data).
 
-    A content security policy allows only the scripts and styles of the page itself, and no requests
-    except those of a live page to its server.
+    A content security policy allows only the page's own scripts and styles. It forbids all
+    requests, but a live page may send requests to its server.
     """
     template = TEMPLATE.read_text(encoding="utf-8")
     rules = ["default-src 'none'", "base-uri 'none'", "img-src blob:"]
@@ -153,7 +153,7 @@ class Server(ThreadingHTTPServer):
         try:
             super().__init__(("127.0.0.1", port), Handler)
         except (OSError, OverflowError) as e:
-            raise UserError(f"--port {port} cannot be used ({e}): choose another one.") from e
+            raise UserError(f"--port {port} cannot be used ({e}): choose another port.") from e
 
     @property
     def address(self) -> str:

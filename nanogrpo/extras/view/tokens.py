@@ -139,10 +139,12 @@ class TokenLog(Feature):
 
 
 def pieces(ids: Sequence[int], tokenizer: Tokenizer, texts: dict[int, str]) -> list[str]:
-    """Return the text of each token, including special tokens. `texts` is a cache of all calls.
+    """Return the text of each token, including special tokens. `texts` is a cache that all
+    calls share.
 
-    A token is decoded after another token, because some tokenizers drop a space at the start of
-    a text. If a character consists of several tokens, these tokens are decoded together.
+    The tokens of "a" are put in front of each token before it is decoded, because some tokenizers
+    drop a space at the start of a text. If a character consists of several tokens, these tokens are
+    decoded together.
     """
     before = tokenizer.encode("a", special=False)
     cut = len(tokenizer.decode(before))

@@ -52,8 +52,8 @@ class VisionConfig:
     @property
     def axes(self) -> list[int]:
         """Return the axis of each of the decoder's E/2 frequencies: 0 time, 1 height, 2 width. The
-        axes alternate: 0 1 2 0 1 2 and so on. When height and width have all their frequencies, the
-        others belong to time. These are the slowest frequencies.
+        axes alternate (0 1 2 0 1 2 …) until height and width have as many frequencies as
+        `mrope_section` says. The remaining frequencies, which are the slowest, belong to time.
         """
         _, height, width = self.mrope_section
         ends = (0, 3 * height, 3 * width)

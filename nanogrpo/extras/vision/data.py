@@ -143,7 +143,7 @@ def decoded(value: Any, what: str) -> Picture:
             if is_file := isinstance(value, bytes):
                 image = Image.open(io.BytesIO(value), formats=FORMATS.split(", "))
         except UnidentifiedImageError:  # the message would contain a memory address
-            raise UserError(f"{what} is none of {FORMATS}: save it as PNG.") from None
+            raise UserError(f"{what} has none of the formats {FORMATS}: save it as PNG.") from None
         image.load()
         if image.mode[0] in "IF":  # convert("RGB") would clip the values at 255
             raise ValueError("its values have more than 8 bits")

@@ -31,7 +31,7 @@ class Vision(Feature):
             )
         if importlib.util.find_spec("PIL") is None:
             raise UserError(
-                f"{folder} is a model for pictures, which need Pillow: "
+                f"{folder} has a vision encoder, which needs Pillow: "
                 "pip install 'nanogrpo[vision]'."
             )
         from nanogrpo.extras.vision import data, processor  # which import Pillow

@@ -6,8 +6,8 @@ ids with as many image tokens as the pictures need, and `Images`: where these to
 positions, and the pixel values. Read next: model.py, which turns patches into embeddings.
 
 A picture is resized to multiples of 32 pixels (patch_size · merge_size) and cut into patches of 16
-× 16 pixels. Each square of 2 × 2 patches becomes one token. For example, a picture has 70 × 100
-pixels (height × width), and its size is not limited. It is processed as follows:
+× 16 pixels. Each square of 2 × 2 patches becomes one token. For example, if the size of pictures
+is not limited, a picture of 70 × 100 pixels (height × width) is processed as follows:
 
 * The resized picture has 64 × 96 pixels.
 * There are 4 × 6 patches. A patch is a row of 3 colours · 2 equal frames · 16 · 16 = 1536 values.
