@@ -119,7 +119,7 @@ def plot(records: Sequence[dict], path: Path) -> None:
 
 
 def fresh(record: dict) -> str | None:
-    """Train with a random seed. Return a message if p is too large with this seed included."""
+    """Train with a random seed. Return a message if p is too large after this seed is added."""
     with tempfile.TemporaryDirectory() as where:
         run = one(record, secrets.randbelow(10**6) + 1000, Path(where) / "run")
     _, _, processor, accuracy = run["curve"][-1]

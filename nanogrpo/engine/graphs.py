@@ -5,10 +5,10 @@ In and out: as in runner.py. A graph has fixed shapes, so the number of rows is 
 
 A decode step computes only one token per row, so most of its kernels run for less time than the
 host needs to launch them. A step therefore has few kernels, and a graph launches all of them at
-once. One product computes q, k and v. Another product computes gate and up (`join`). At 64 rows, a
-layer of Qwen3-0.6B has ten kernels, of which four are matrix products:
+once. One product computes q, k and v. Another product computes gate and up (`join`). A layer of
+Qwen3-0.6B has eight kernels, of which four are matrix products:
 
-    residual add and norm · qkv · QK-norm and rotation · attention (two) · o
+    residual add and norm · qkv · QK-norm, rotation and attention · o
     residual add and norm · gate and up · SwiGLU · down
 
 Read before: runner.py. Read next: kernels/triton/paged.py (attention).

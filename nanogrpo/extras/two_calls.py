@@ -50,7 +50,9 @@ def calls_of(strip: Strip) -> list[Bounds]:
     ends = strip.cu_seqlens[1:].maximum(F.pad(reach[:-1], (1, 0)))
     cu_q = F.pad(torch.stack((ends, reach), 1).flatten(), (1, 0))  # [2N+1]
     cu_k = strip.cu_seqlens.repeat_interleave(2)[:-1]
-    longest = int((reach - ends).max())
+    # A kernel computes only the first `max_q` queries of a part, also if the part has no keys.
+    # torch has another layout for the lengths 0 and 1.
+    longest = max(2, int(cu_q.diff().max()))
     return [own, Bounds(cu_q, longest, cu_k, strip.max_len, causal=False)]
 
 
