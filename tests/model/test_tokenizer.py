@@ -232,11 +232,8 @@ LOOPS = "".join(f"{{% for i{n} in messages %}}" for n in range(60)) + "{% endfor
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"config": {"eos_token": None}}, "the end token .eos_token .* is missing"),
-        (
-            {"config": {"eos_token": "<eos>"}},
-            "end token .eos_token in tokenizer_config.json, .* not in tokenizer.json",
-        ),
+        ({"config": {"eos_token": None}}, "has no end token, or one that is not in"),
+        ({"config": {"eos_token": "<eos>"}}, "has no end token, or one that is not in"),
         ({"generation": [1]}, r"/generation_config\.json must contain a JSON object"),
         ({"template": "{% if %}"}, r"the chat template of \S+ cannot be compiled"),
         ({"template": LOOPS}, "cannot be compiled"),
