@@ -7,8 +7,8 @@ before: ../sharing.py. Read next: paged.py.
 Equation.   Over the keys j that query i sees: x_j = q·k_j / √E,  p_j = exp(x_j - lse) with
             lse = log Σ_j exp(x_j), and y = Σ_j p_j v_j. The derivation is in kernels/README.md.
 Example.    In the strip of ../sharing.py, the prompt pqr has the completions a and de. With H = 4
-            and K = 2, heads 0 and 1 of d and e form 4 rows: d0 d1 e0 e1. Their program visits the
-            keys p q r in place, and then d e. It hides the key e from the rows d0 d1. In the
+            and K = 2, heads 0 and 1 of d and e form 4 rows: d0 d1 e0 e1. Their program reads the
+            keys p q r without a copy, and then d e. It hides the key e from the rows d0 d1. In the
             backward pass, a program of `keys_kernel` has the keys p q r. It visits the rows of p,
             q, r, a, d and e, which are adjacent, and hides each query from later keys. So it adds
             up the gradients over all completions in a fixed order, without atomics or copies.

@@ -30,7 +30,7 @@ class Best(Feature):
             )
 
     def running(self, run: Run) -> None:
-        """Find the best checkpoint of a resumed run, which may save no further checkpoint."""
+        """Find the best checkpoint of a resumed run, in case it ends without saving another one."""
         if run.start:
             run.saver.final = Path(run.cfg.output_dir) / f"checkpoint-{run.start}"
             self.files(run.saver)

@@ -9,8 +9,8 @@ memory to compute. So math-verify runs in its own process, which can be killed. 
 operating system limits this process to SECONDS of CPU time and MEMORY bytes. A process that exceeds
 the time limit is killed, even inside C code. If the process is killed, its pair counts as
 different, and the next pair starts a new process. Math-verify's own time limit is not used, for two
-reasons. Math-verify's limit depends on signals, which work only in a main thread. Math-verify's
-limit also measures wall-clock time, so the load of the machine could change a result.
+reasons. Math-verify's limit depends on signals, which work only in a main thread. The limit also
+applies to wall-clock time, so the load of the machine could change a result.
 """
 
 import contextlib

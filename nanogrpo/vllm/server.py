@@ -83,7 +83,7 @@ class Server:
         parts = re.fullmatch(r"(https?://)?([\w.-]+|\[[\w:.%]+\]):(\d{1,5})/?", self.url)
         if parts is None:
             raise UserError(
-                f"--server {self.url} is not an address; write it as http://127.0.0.1:8000."
+                f"--server {self.url} is not an address: write it like http://127.0.0.1:8000."
             )
         scheme, host, port = parts.groups("http://")
         self.url, self.host, self.port = f"{scheme}{host}:{port}", host.strip("[]"), int(port)

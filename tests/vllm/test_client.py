@@ -208,7 +208,7 @@ def test_an_address_without_a_server_is_reported():
     + ["nowhere"],
 )
 def test_a_malformed_address_is_refused(url):
-    message = f"^--server {url} is not an address; write it as http://127.0.0.1:8000"
+    message = f"^--server {url} is not an address: write it like http://127.0.0.1:8000"
     with refused(message):
         Server(url)
 

@@ -60,7 +60,7 @@ class Sources(Feature):
 
 
 def _variable(value: Any) -> Any:
-    """Return the value of a chat template's variable. The value may be JSON text in the data.
+    """Return the value of a chat template's variable. In the data, the value may be JSON text.
 
     If objects have different fields, Arrow fills in the missing fields with nulls. These nulls are
     dropped.

@@ -44,7 +44,8 @@ class Gym(Feature):
         if "reasoning_gym" in cfg.reward_funcs and not names:
             raise UserError(
                 "--reward-funcs reasoning_gym scores the problems of --data reasoning_gym:NAME, but"
-                f" --data is {' '.join(cfg.data)}: name such a source, or other reward functions."
+                f" --data is {' '.join(cfg.data)}: pass such a source to --data, or choose other"
+                " reward functions."
             )
 
     def rows(self, source: Any, split: str) -> list[dict] | None:
