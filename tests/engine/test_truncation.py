@@ -145,7 +145,7 @@ def test_log_probs_that_a_rollout_function_has_computed_are_refused(tmp_path, ro
     )
     with pytest.raises(AssertionError):
         rows_of(f"--top-k 9 --rollout {tmp_path / 'r.py'}:own")
-    assert "as turns.generate returns them" in one_sentence(capsys)
+    assert "need the log-prob objects of turns.generate" in one_sentence(capsys)
 
 
 EDGES = [{"top_k": 151}, {"top_k": 500}, {"top_p": 1e-6}, {"min_p": 1.0}, {"min_p": 1e-6}]

@@ -279,7 +279,7 @@ def test_the_users_share_is_kept(gpu, word):
 
 
 def test_a_gpu_without_room_for_a_server_is_reported(gpu):
-    with pytest.raises(UserError, match=r"of the 20,480.0 MiB that are free .* nothing for vLLM"):
+    with pytest.raises(UserError, match=r"GPU has 20,480.0 MiB free, .* too little for vLLM"):
         memory.server_share(gpu(80, 20, 60), 80 * 2**30, [])
 
 
