@@ -154,7 +154,7 @@ def test_functions_factories_and_classes_of_the_user_take_arguments(own, timeout
             "{own}:factory",
             r"raised TypeError: .*'value'; give arguments that fit \(value, times=2\)",
         ),
-        ("{own}:fails:value=1", "it raised KeyError: 1; give arg"),
+        ("{own}:fails:value=1", "these arguments raised KeyError: 1; give arg"),
         ("accuracy:strict=True", "the argument 'strict', but the function has only .completions"),
         ("cosine:max_len=0", "max_len is 0 but must be positive"),
         ("soft_overlong:max_completion_len=0", "max_completion_len is 0 and"),

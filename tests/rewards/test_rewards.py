@@ -141,7 +141,7 @@ class Judge:
         ),
         (
             [1.0, torch.ones(3)],
-            "for sample 1 of prompt 17; .* one of these for each of the 2 tokens",
+            "for sample 1 of prompt 17; .* such a number or None for each of the 2 tokens",
         ),
         (torch.ones(2, 1), r"returned \[1.0\] for sample 0"),
         ([1.0, Fraction(10**400)], "raised OverflowError: "),
