@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +75,9 @@ class Server:
     alive = False  # whether the server is connected, has current weights and gets requests
     answers = True  # whether the server answered the last heartbeat
     version = -1  # version of the weights that the server received last
-    problem: Exception | None = None  # why it was lost
+    problem: Exception | None = field(default=None, init=False)  # why it was lost
     # the connection for weights if the transport is broadcast
-    group: BroadcastGroup | None = None
+    group: BroadcastGroup | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         parts = re.fullmatch(r"(https?://)?([\w.-]+|\[[\w:.%]+\]):(\d{1,5})/?", self.url)
