@@ -6,8 +6,8 @@ code.
 
 A completion may contain an expression such as 10^{10^{10}} or 9!!!!!, which takes too much time or
 memory to compute. So math-verify runs in its own process, which can be killed. For each pair, the
-operating system limits this process to SECONDS of CPU time and MEMORY bytes. A process that exceeds
-the time limit is killed, even inside C code. If the process is killed, its pair counts as
+operating system limits this process to SECONDS of processor time and MEMORY bytes. A process that
+exceeds the time limit is killed, even inside C code. If the process is killed, its pair counts as
 different, and the next pair starts a new process. Math-verify's own time limit is not used, for two
 reasons. Math-verify's limit depends on signals, which work only in a main thread. The limit also
 applies to wall-clock time, so the load of the machine could change a result.
@@ -24,7 +24,7 @@ from nanogrpo.rewards.process import CallLost, RewardProcess
 
 logger = logging.getLogger("nanogrpo")
 
-SECONDS = 2  # CPU time in seconds for a pair; most pairs need milliseconds
+SECONDS = 2  # processor time in seconds for a pair; most pairs need milliseconds
 MEMORY = 2 << 30  # bytes of address space
 MAX_LOST = 20  # maximum number of pairs that exceed their limits in one call
 JUDGE = f"{__name__}:judge"
