@@ -75,7 +75,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, strip: Strip, window: int = 0) ->
         n, past = q_n.shape[2], k_n.shape[2] - q_n.shape[2]
         seen = None
         if at.causal and (past or 0 < window < n):
-            seen = torch.ones(n, n + past, dtype=torch.bool, device=q.device).tril(past)
+            seen = q.new_ones(n, n + past, dtype=torch.bool).tril(past)
             if window:
                 seen = seen.triu(past + 1 - window)
         causal = at.causal and seen is None

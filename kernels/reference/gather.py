@@ -29,7 +29,7 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         (index,) = ctx.saved_tensors
-        total = torch.zeros(ctx.count, *dy.shape[1:], dtype=accumulate(dy.dtype), device=dy.device)
+        total = dy.new_zeros(ctx.count, *dy.shape[1:], dtype=accumulate(dy.dtype))
         return total.index_add_(0, index, dy.to(total.dtype)).to(dy.dtype), None
 
 

@@ -16,7 +16,6 @@ Bytes.      The product reads each tile of b once for every 64 rows of a. If the
             most of these reads hit the L2 cache. Attention reads each key once per 16 queries.
 """
 
-import torch
 from torch import Tensor
 
 import triton
@@ -101,7 +100,7 @@ def attend(
 ) -> Tensor:
     """Return the attention output for q [T, H, E], as ../exact.py does."""
     q = adjacent(q)
-    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    y = q.new_empty(q.shape)
     size, group = q.shape[2], q.shape[1] // heads
     args = q, k, v, y, *tiles, q.stride(0), head_stride, size**-0.5 * LOG2E.value
     shape = dict(HEADS=group, E=size, QUERIES=QUERIES, KEYS=32, num_warps=8)

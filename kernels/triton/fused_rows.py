@@ -117,7 +117,7 @@ def policy_rows_(
     """
     count, vocab = logits.shape
     logp, entropy, loss, kl = (logits.new_empty(count, dtype=torch.float32) for _ in range(4))
-    clip = torch.empty(count, dtype=torch.int8, device=logits.device)
+    clip = logits.new_empty(count, dtype=torch.int8)
     outputs = logp, entropy, loss, clip, None if inputs.ref_logp is None else kl
     vectors = targets.contiguous(), *inputs.map(Tensor.contiguous)
     numbers = logits.stride(0), vocab, LOG2E.value / temperature, 1.0 / temperature, *numbers_of(c)

@@ -63,8 +63,9 @@ class _Gather(torch.autograd.Function):
         dx = dy.new_empty(count, *dy.shape[1:])
         width = math.prod(dy.shape[1:])
         blocks = triton.cdiv(width, BLOCK)
-        args = dy, order, starts, dx, width, blocks
-        sum_kernel[(count * blocks,)](*args, BLOCK=BLOCK, num_warps=WARPS)
+        sum_kernel[(count * blocks,)](
+            dy, order, starts, dx, width, blocks, BLOCK=BLOCK, num_warps=WARPS
+        )
         return dx, None, None, None
 
 

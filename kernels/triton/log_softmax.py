@@ -173,10 +173,8 @@ def log_softmax_forward(
     be adjacent.
     """
     count, vocab = logits.shape
-    logp, entropy = (
-        torch.empty(count, dtype=torch.float32, device=logits.device) for _ in range(2)
-    )
-    norm = torch.empty(2, count, dtype=torch.float32, device=logits.device)
+    logp, entropy = (logits.new_empty(count, dtype=torch.float32) for _ in range(2))
+    norm = logits.new_empty(2, count, dtype=torch.float32)
     numbers = logits.stride(0), count, vocab, LOG2E.value / temperature
     shape = dict(WIDE=wide(logits), R=LANES, C=16 // logits.itemsize, num_warps=WARPS)
     forward_kernel[(count,)](logits, targets.contiguous(), logp, entropy, norm, *numbers, **shape)

@@ -91,7 +91,7 @@ class _Norm(torch.autograd.Function):
         if residual is not None:
             residual, total = residual.contiguous(), torch.empty_like(x)
         count, width = x.shape
-        rstd = torch.empty(count, dtype=torch.float32, device=x.device)
+        rstd = x.new_empty(count, dtype=torch.float32)
         block, warps = shape_of_block(width)
         args = x, residual, weight, y, total, rstd, width, eps
         forward_kernel[(count,)](*args, BLOCK=block, num_warps=warps)
@@ -106,7 +106,7 @@ class _Norm(torch.autograd.Function):
         programs = min(PROGRAMS, count)
         dx, parts = torch.empty_like(h), None
         if ctx.needs_input_grad[2]:
-            parts = torch.empty(programs, width, dtype=torch.float32, device=h.device)
+            parts = h.new_empty(programs, width, dtype=torch.float32)
         dsum = None if dsum is None else dsum.contiguous()
         block, warps = shape_of_block(width)
         args = h, weight, rstd, dy.contiguous(), dsum, dx, parts, count, width

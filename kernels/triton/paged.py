@@ -167,8 +167,7 @@ def paged_attention(
     b, H, E = q.shape
     KV, page = keys.shape[1:3]
     parts = min(PARTS, triton.next_power_of_2(max(1, PROGRAMS // (b * KV))))
-    y = q.new_empty(b, H, E)
-    outs = y
+    y = outs = q.new_empty(b, H, E)
     combined: list[Any] = [None] * 3
     if parts > 1:
         outs = q.new_empty(b, H, parts, E, dtype=torch.float32)

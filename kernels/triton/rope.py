@@ -201,7 +201,7 @@ class _NormRope(torch.autograd.Function):
         dx = dyq.new_empty(T, H + 2 * KV, E)[:, : H + KV]
         programs, parts = min(PROGRAMS, T), None
         if ctx.needs_input_grad[2]:
-            parts = torch.empty(2, programs, E, dtype=torch.float32, device=dyq.device)
+            parts = dyq.new_empty(2, programs, E, dtype=torch.float32)
         strides = (0, 0) if q is None else (q.stride(0), k.stride(0))
         args = q, k, wq, wk, cos, sin, dyq, dyk, dx, parts, T, *strides, ctx.eps
         backward_kernel[(programs,)](*args, **_shape(dyq, dyk))

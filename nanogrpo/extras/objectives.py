@@ -77,7 +77,7 @@ class Sequences:
     def __init__(self, sample: Tensor, trained: Tensor):
         ids, self.member = sample.unique(return_inverse=True)  # [S], [M]
         self.trained = trained  # [M]
-        self.empty = torch.zeros(len(ids), dtype=torch.float64, device=sample.device)  # [S]
+        self.empty = sample.new_zeros(len(ids), dtype=torch.float64)  # [S]
         self.count = self.sum(trained.double()).clamp(min=1.0)  # [M]
 
     def sum(self, x: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def placed(z, wide):
     """
     count, vocab = z.shape
     stride = -(-vocab // 16) * 16 + (0 if wide else 1)
-    copy = torch.empty(count, stride, dtype=z.dtype, device=z.device)[:, :vocab]
+    copy = z.new_empty(count, stride)[:, :vocab]
     return copy.copy_(z)
 
 

@@ -40,7 +40,7 @@ def terms_kernel(
 
 def kernel_terms(logp: torch.Tensor, inputs: LossInputs, c: Clip):
     """Return l, dl/dlogp, the clip flags and the KL or None, as `policy_terms` does."""
-    count, flags = len(logp), torch.empty(len(logp), dtype=torch.int8, device=logp.device)
+    count, flags = len(logp), logp.new_empty(len(logp), dtype=torch.int8)
     l, dl, kl = (torch.empty_like(logp) for _ in range(3))
     out = l, dl, flags, None if inputs.ref_logp is None else kl
     vectors = logp, inputs.advantage, inputs.old_logp, inputs.ref_logp, inputs.importance

@@ -129,7 +129,7 @@ def sum_kernel(PARTS, Y, n, parts, SIZE: tl.constexpr):
 
 def nf4_dequantize(q: Quantized, dtype: torch.dtype) -> Tensor:
     """Return the weight [*shape]; dtype: bf16, fp16 or fp32."""
-    w = torch.empty(q.shape, dtype=dtype, device=q.packed.device)
+    w = q.packed.new_empty(q.shape, dtype=dtype)
     blocks = w.numel() // BLOCK.value
     args = *q[:4], *nf4_reference.nf4_tables(w.device), w, blocks
     shape = dict(BLOCKS=BLOCKS, num_warps=WARPS, enable_fp_fusion=False)

@@ -116,7 +116,7 @@ def nf4_dequantize(q: Quantized, dtype: torch.dtype) -> Tensor:
     nf4, _ = nf4_tables(q.packed.device)
     pairs = torch.cartesian_prod(nf4, nf4)  # [256, 2], the two weights of each byte
     packed, absmax = q.packed.view(-1, BLOCK // 2), nf4_absmax(q)[:, None]
-    w = torch.empty(len(packed), BLOCK, dtype=dtype, device=packed.device)
+    w = packed.new_empty(len(packed), BLOCK, dtype=dtype)
     for rows in blocks(w) if w.device.type == "cpu" else [slice(None)]:
         x = pairs.index_select(0, packed[rows].flatten().int())  # [bytes, 2]
         w[rows] = x.view(-1, BLOCK) * absmax[rows]
