@@ -222,23 +222,23 @@ def keys_kernel(
 KERNELS = (forward_kernel, 128, 64), (queries_kernel, 128, 64), (keys_kernel, 32, 128)
 
 
-def _launch(number, strip, q, k, *rest):
+def _launch(number, max_len, at, q, k, *rest):
     kernel, ROWS, KEYS = KERNELS[number]
-    (_, H, E), KV = q.shape, k.shape[1]
+    _, KV, E = k.shape
+    HEADS = q.shape[1] // KV
     # Other GPUs have fewer registers for a product than H100 and B200, and less shared memory.
     if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] not in (9, 10):
         KEYS //= 2
-    blocks = triton.cdiv(strip.max_len * (H // KV), ROWS)
+    blocks = triton.cdiv(max_len * HEADS, ROWS)
     if kernel is keys_kernel:
-        blocks = triton.cdiv(strip.max_len, KEYS)
-    kernel[len(strip.cu_seqlens) - 1, KV, blocks](
+        blocks = triton.cdiv(max_len, KEYS)
+    kernel[len(at[0]) - 1, KV, blocks](
         q,
         k,
         *rest,
-        strip.cu_seqlens,
-        *sharing(strip),
+        *at,
         KV=KV,
-        HEADS=H // KV,
+        HEADS=HEADS,
         E=E,
         ROWS=ROWS,
         KEYS=KEYS,
@@ -247,14 +247,27 @@ def _launch(number, strip, q, k, *rest):
     )
 
 
+def _forward(q, k, v, *at):
+    y, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    _launch(0, *at, q, k, v, y, lse)
+    return y, lse
+
+
+# Selective recomputation can keep the results of operators of torch, but not of other functions.
+torch.library.define(
+    "nanogrpo::flash_attn_triton",
+    "(Tensor q, Tensor k, Tensor v, int max_len, Tensor[] at) -> (Tensor, Tensor)",
+)
+torch.library.impl("nanogrpo::flash_attn_triton", "default", _forward)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, strip):
         q, k, v = map(Tensor.contiguous, (q, k, v))
-        y, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-        _launch(0, strip, q, k, v, y, lse)
+        ctx.at = strip.max_len, [strip.cu_seqlens, *sharing(strip)]
+        y, lse = torch.ops.nanogrpo.flash_attn_triton(q, k, v, *ctx.at)
         ctx.save_for_backward(q, k, v, y, lse)
-        ctx.strip = strip
         return y
 
     @staticmethod
@@ -263,8 +276,8 @@ class _Attention(torch.autograd.Function):
         q, k, v, y, lse = ctx.saved_tensors
         dy, delta = dy.contiguous(), torch.empty_like(lse)
         dq, dk, dv = map(torch.empty_like, (q, k, v))
-        _launch(1, ctx.strip, q, k, v, y, lse, dy, dq, delta)
-        _launch(2, ctx.strip, q, k, v, lse, dy, delta, dk, dv)
+        _launch(1, *ctx.at, q, k, v, y, lse, dy, dq, delta)
+        _launch(2, *ctx.at, q, k, v, lse, dy, delta, dk, dv)
         return dq, dk, dv, None
 
 

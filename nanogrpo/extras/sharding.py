@@ -25,7 +25,7 @@ from nanogrpo.run.setup import Inputs, Run
 
 # Selective checkpointing keeps the results of matrix products and attention.
 # It recomputes norms, rotation and SwiGLU, which takes little time and saves most of the memory.
-# The entries are parts of operation names.
+# The entries are parts of operation names. The names of our own operators contain flash_attn.
 # Some versions of torch do not have all of these operations.
 KEPT = """
     aten.mm. aten.addmm. mkldnn._linear_pointwise

@@ -9,9 +9,9 @@ call.
 
 Equation.   Over the keys of part p: lse_p = log Σ_j exp(q·k_j / √E) and out_p = Σ_j exp(q·k_j / √E
             - lse_p) v_j. Then lse = log Σ_p exp(lse_p) and out = Σ_p exp(lse_p - lse) out_p.
-Backward.   A key of any part has the probability exp(q·k_j / √E - lse). In torch, the backward pass
-            of a part computes this probability from the merged lse, and the gradients of the parts
-            are added. flash-attn 4 accepts a gradient of each lse_p, so autograd computes the rest.
+Backward.   A key of any part has the probability exp(q·k_j / √E - lse). The backward pass of a part
+            computes this probability if it receives the merged lse and out instead of its own. The
+            gradients of the parts are added.
 """
 
 import functools
@@ -56,30 +56,22 @@ def calls_of(strip: Strip) -> list[Bounds]:
     return [own, Bounds(cu_q, longest, cu_k, strip.max_len, causal=False)]
 
 
-def merged(outs: Any, lses: Any) -> tuple[Tensor, Tensor]:
-    """Return the merged output [T, H, E] and log-sum-exp [H, T]. If a query has no keys in the
-    second call, this call returns the output 0 and an infinite log-sum-exp: inf in torch, -inf in
-    flash-attn 4.
-    """
-    if len(outs) == 1:
-        return outs[0], lses[0]
-    own, shared = lses
-    shared = shared.masked_fill(shared.isinf(), -torch.inf)
-    w = (shared - own).sigmoid().T.unsqueeze(2)  # [T, H, 1]: the weight of the second call
-    out = torch.addcmul(outs[0] * (1 - w), outs[1], w)  # float32
-    return out.to(outs[0].dtype), torch.logaddexp(own, shared)
-
-
-class _Flash2(torch.autograd.Function):
+class _TwoCalls(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, strip):
+    def forward(ctx, forward, backward, q, k, v, strip):
         ctx.calls = [
             (at.cu_q, at.cu_k, at.max_q, at.max_k, 0.0, at.causal)  # without dropout
             for at in calls_of(strip)
         ]
-        parts = [aten._flash_attention_forward(q, k, v, *at, False)[:4] for at in ctx.calls]
-        outs, lses, *ctx.states = zip(*parts)
-        out, lse = merged(outs, lses)
+        ctx.kernel = backward
+        parts = [forward(q, k, v, *at, False)[:4] for at in ctx.calls]
+        (out, *outs), (lse, *lses), *ctx.states = zip(*parts)  # [T, H, E] and [H, T] each
+        for o, x in zip(outs, lses):  # of the second call, if there is one
+            # For a query without keys, torch returns inf, and flash-attn 4 returns -inf.
+            x = x.masked_fill(x.isinf(), -torch.inf)
+            w = (x - lse).sigmoid().T.unsqueeze(2)  # [T, H, 1]: the weight of the second call
+            out = torch.addcmul(out * (1 - w), o, w).to(q.dtype)  # from float32
+            lse = torch.logaddexp(lse, x)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -87,39 +79,52 @@ class _Flash2(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         # With the merged log-sum-exp, each call computes the probabilities over all keys.
-        saved = ctx.saved_tensors
-        grads = [
-            aten._flash_attention_backward(dy, *saved, *at, *state)
-            for at, *state in zip(ctx.calls, *ctx.states)
-        ]
-        return *(functools.reduce(torch.add, parts) for parts in zip(*grads)), None
+        saved, calls = ctx.saved_tensors, zip(ctx.calls, *ctx.states)
+        grads = [ctx.kernel(dy, *saved, *at, *state) for at, *state in calls]
+        return None, None, *(sum(more, first) for first, *more in zip(*grads)), None
 
 
-def flash2(q: Tensor, k: Tensor, v: Tensor, strip: Strip) -> Tensor:
+def flash2(*inputs: Any) -> Tensor:
     """Return the attention output (CUDA, half precision)."""
-    return _Flash2.apply(q, k, v, strip)
+    return _TwoCalls.apply(aten._flash_attention_forward, aten._flash_attention_backward, *inputs)
 
 
-def flash4(q: Tensor, k: Tensor, v: Tensor, strip: Strip) -> Tensor:
-    """Return the attention output (CUDA, half precision, Hopper and Blackwell)."""
+# --- flash-attn 4, with the arguments of torch's own operators ---
+
+
+def _named(at):
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    return dict(zip(names, at), causal=at[5])
+
+
+def _forward4(q, k, v, *at):
     from flash_attn.cute import flash_attn_varlen_func
 
-    def call(at: Bounds) -> tuple[Tensor, ...]:
-        return flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            cu_seqlens_q=at.cu_q,
-            cu_seqlens_k=at.cu_k,
-            max_seqlen_q=at.max_q,
-            max_seqlen_k=at.max_k,
-            causal=at.causal,
-            # torch's own attention follows the same rule
-            deterministic=torch.get_deterministic_debug_mode() == 2,  # 1: warn only
-            return_lse=True,
-        )
+    return flash_attn_varlen_func(q, k, v, **_named(at), return_lse=True)[:2]
 
-    return merged(*zip(*(call(at)[:2] for at in calls_of(strip))))[0]
+
+def _backward4(dy, q, k, v, out, lse, *at):
+    # No public function of flash-attn 4 accepts the merged log-sum-exp. This private function has
+    # these arguments in version 4.0.0b36.
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    # torch's own attention follows the same rule; 1: warn only
+    exact = torch.get_deterministic_debug_mode() == 2
+    return _flash_attn_bwd(q, k, v, out, dy, lse, **_named(at), deterministic=exact)
+
+
+# Selective recomputation can keep the results of operators of torch, but not of other functions.
+torch.library.define(
+    "nanogrpo::flash_attn_4",
+    "(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, int max_q, int max_k, float dropout,"
+    " bool causal, bool mask) -> (Tensor, Tensor)",
+)
+torch.library.impl("nanogrpo::flash_attn_4", "default", _forward4)
+
+
+def flash4(*inputs: Any) -> Tensor:
+    """Return the attention output (CUDA, half precision, Hopper and Blackwell)."""
+    return _TwoCalls.apply(torch.ops.nanogrpo.flash_attn_4, _backward4, *inputs)
 
 
 BACKENDS.update({"two-call": flash2, "flash4": flash4})

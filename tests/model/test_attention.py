@@ -10,7 +10,6 @@ import types
 
 import pytest
 import torch
-from nanogrpo.kernels.reference.attention import Bounds
 from torch.utils.checkpoint import checkpoint
 
 from nanogrpo import Config
@@ -29,6 +28,7 @@ from tests.conftest import (
     tiny_model,
 )
 from tests.kernels.masks import draw, exact, part, products, strip_of
+from tests.kernels.traffic import Traffic
 
 
 @pytest.mark.parametrize(("causal", "window"), [(True, 0), (False, 0), (True, 1), (True, 4)])
@@ -98,30 +98,30 @@ def no_cache():
 GROUPS = [[[5, 4, 1, 7]], [[3], [4, 2, 0, 3], [1], [2], [6, 1, 1], [2]], [[3], [1], [4]]]
 
 
-def seen(at):
+def seen(cu_q, cu_k, max_q, max_k, dropout, causal, *_):
     """Return which keys each query of a call sees. All calls have as many keys as queries.
 
     FlashAttention computes at most max_q queries of a sequence.
     """
-    assert 1 < at.cu_q.diff().max() <= at.max_q
-    assert at.cu_k.diff().max() <= at.max_k
-    sequences = torch.arange(len(at.cu_q) - 1)
-    queries, keys = (sequences.repeat_interleave(cu.diff()) for cu in (at.cu_q, at.cu_k))
-    mask = queries[:, None] == keys
-    return mask.tril() if at.causal else mask
-
-
-def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, _mask, **_options):
-    """Replace torch's FlashAttention. For a query without keys, its log-sum-exp is inf."""
-    out, lse = part(q, k, v, seen(Bounds(cu_q, max_q, cu_k, max_k, causal)))
+    assert 1 < cu_q.diff().max() <= max_q
+    assert cu_k.diff().max() <= max_k
     assert not dropout
+    sequences = torch.arange(len(cu_q) - 1)
+    queries, keys = (sequences.repeat_interleave(cu.diff()) for cu in (cu_q, cu_k))
+    mask = queries[:, None] == keys
+    return mask.tril() if causal else mask
+
+
+def forward(q, k, v, *at, **_options):
+    """Replace torch's FlashAttention. For a query without keys, its log-sum-exp is inf."""
+    out, lse = part(q, k, v, seen(*at))
     return out, lse.masked_fill(lse.isinf(), torch.inf), *torch.zeros(3, 1)
 
 
-def backward(dy, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, *_state, **_options):
+def backward(dy, q, k, v, out, lse, *at, **_options):
     """Compute FlashAttention's backward pass, with the probabilities of the given lse."""
     x, dp = products(q, k) / q.shape[2] ** 0.5, products(dy, v)  # [H, Tq, Tk]
-    p = (x - lse[..., None]).exp() * seen(Bounds(cu_q, max_q, cu_k, max_k, causal))
+    p = (x - lse[..., None]).exp() * seen(*at)
     ds = p * (dp - (dy * out).sum(2).T[..., None]) / q.shape[2] ** 0.5
     groups = q.shape[1] // k.shape[1]
     dq = torch.einsum("hqk,khe->qhe", ds, k.repeat_interleave(groups, 1))
@@ -134,27 +134,28 @@ def backward(dy, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, *
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Replace flash-attn 4 and torch's FlashAttention, and return the options of all calls."""
-    calls: list[dict] = []
+    """Replace flash-attn 4 and torch's FlashAttention. Return whether each backward pass of
+    flash-attn 4 was deterministic.
+    """
+    found: list[bool] = []
 
-    def function(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
-        calls.append(options)
-        bounds = cu_seqlens_q, max_seqlen_q, cu_seqlens_k, max_seqlen_k, options["causal"]
-        return part(q, k, v, seen(Bounds(*bounds)))
+    def bounds(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, **_options):
+        return cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, causal
 
-    package, module = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.cute")
-    module.flash_attn_varlen_func = function
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    def forward4(q, k, v, **options):
+        return part(q, k, v, seen(*bounds(**options)))
 
-    def counted(*args, **options):
-        calls.append(options)
-        return forward(*args, **options)
+    def backward4(q, k, v, out, dout, lse, deterministic, **options):
+        found.append(deterministic)
+        return backward(dout, q, k, v, out, lse, *bounds(**options))
 
+    module = types.SimpleNamespace(flash_attn_varlen_func=forward4, _flash_attn_bwd=backward4)
+    for name in ("flash_attn.cute", "flash_attn.cute.interface"):
+        monkeypatch.setitem(sys.modules, name, module)
     with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("_flash_attention_forward", counted, "CPU")
+        library.impl("_flash_attention_forward", forward, "CPU")
         library.impl("_flash_attention_backward", backward, "CPU")
-        yield calls
+        yield found
 
 
 @pytest.mark.parametrize("fast", [flash2, flash4, sdpa])
@@ -171,19 +172,30 @@ def test_two_calls_are_one(fast, groups, installed):
         assert at.cu_q[-1] == at.cu_k[-1] == len(q)  # every row gets an output and gradients
 
 
-@pytest.mark.parametrize(("kind", "count"), [("none", 2), ("full", 4), ("selective", 2)])
-def test_selective_recomputation_keeps_the_results_of_both_calls(kind, count, installed):
+@pytest.mark.parametrize(
+    ("fast", "name", "count"),
+    [
+        (flash2, "_flash_attention_forward", 2),
+        (flash4, "flash_attn_4", 2),
+        (triton, "flash_attn_triton", 1),
+    ],
+)
+@pytest.mark.parametrize(("kind", "times"), [("none", 1), ("full", 2), ("selective", 1)])
+@pytest.mark.usefixtures("installed")
+def test_selective_recomputation_keeps_the_results_of_all_calls(kind, times, fast, name, count):
     model = types.SimpleNamespace()
     shard(model, Config(model="m", gradient_checkpointing=kind), SOLO)
     strip = strip_of(GROUPS[0])
-    inputs = [x.requires_grad_() for x in draw(strip, 4, 2, 8)[:3]]
-    if kind == "none":
-        out = flash2(*inputs, strip)
-    else:
-        contexts = {"context_fn": model.sharding.contexts}
-        out = checkpoint(flash2, *inputs, strip, use_reentrant=False, **contexts)
-    out.sum().backward()
-    assert len(installed) == count
+    inputs = [x.requires_grad_() for x in draw(strip, 4, 2, 16)[:3]]
+    with Traffic() as traffic:
+        if kind == "none":
+            out = fast(*inputs, strip)
+        else:
+            out = checkpoint(
+                fast, *inputs, strip, use_reentrant=False, context_fn=model.sharding.contexts
+            )
+        out.sum().backward()
+    assert traffic.elementwise.names.count(name) == times * count
 
 
 # --- the choice of a backend ---
@@ -213,12 +225,12 @@ def test_our_call_fits_flash_attn(installed):
     """By torch's rule, it is deterministic."""
     strip = strip_of([[3]])
     try:
-        for settings in ({"mode": False}, {"mode": True, "warn_only": True}, {"mode": True}):
-            torch.use_deterministic_algorithms(**settings)
-            flash4(*draw(strip, 4, 2, 8)[:3], strip)
+        for mode in ("default", "warn", "error"):
+            torch.set_deterministic_debug_mode(mode)
+            flash4(*(x.requires_grad_() for x in draw(strip, 4, 2, 8)[:3]), strip).sum().backward()
     finally:
-        torch.use_deterministic_algorithms(False)
-    assert [call["deterministic"] for call in installed] == [False, False, True]
+        torch.set_deterministic_debug_mode("default")
+    assert installed == [False, False, True]
 
 
 @pytest.mark.gpu
