@@ -41,9 +41,7 @@ runs/smollm2: | .venv/real.done
 	$(BIN)/python examples/smollm2.py $@
 
 # Train with the newest record of the speedrun (examples/speedrun/README.md), or with another file.
-# As long as there is no record, this is the newest attempt.
-RECORD ?= $(lastword $(sort $(wildcard examples/speedrun/attempts/*.json)) \
-	$(sort $(wildcard examples/speedrun/records/*.json)))
+RECORD ?= $(lastword $(sort $(wildcard examples/speedrun/records/*.json)))
 speedrun: .venv/real.done runs/smollm2
 	$(BIN)/python examples/word_problems.py runs/problems
 	cp $(RECORD) runs/speedrun.json
