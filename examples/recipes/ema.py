@@ -44,7 +44,8 @@ class EMA(Feature):
     def pairs(self, model):
         """Return this rank's part of each weight, and of its average."""
         fsdp.reshard(model)
-        return [(model.get_parameter(name).detach(), x) for name, x in self.average.items()]
+        masters = dict(model.named_parameters())  # `get_parameter` could return 16-bit copies
+        return [(masters[name].detach(), x) for name, x in self.average.items()]
 
     def step(self, run, step, samples):
         for weight, average in self.pairs(run.model):

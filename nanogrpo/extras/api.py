@@ -138,14 +138,18 @@ def generate(
     list of texts, or one text if `prompts` is a text. With a temperature of 0, the model always
     takes the most likely token.
     """
-    asked = [prompts] if isinstance(prompts, str) else prompts
+    single = isinstance(prompts, str)
     _, completions = evaluate(
         model,
-        [{"question" if isinstance(p, str) else "prompt": p} for p in asked],
+        [
+            {"question" if isinstance(p, str) else "prompt": p}
+            for p in ([prompts] if single else prompts)
+        ],
         reward_funcs=lambda completions, **_: [None] * len(completions),
         eval_temperature=temperature,
         # not those of the run
         eval_samples=0,
+        long_prompts="refuse",
         num_generations_eval=1,
         reward_weights=(),
         prompt_column="",
@@ -153,7 +157,7 @@ def generate(
         **options,
     )
     texts = [completion["completion"] for completion in completions]
-    return texts[0] if isinstance(prompts, str) else texts
+    return texts[0] if single else texts
 
 
 @contextlib.contextmanager

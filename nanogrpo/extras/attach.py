@@ -59,7 +59,8 @@ def parse(argv: Sequence[str] | None = None, given: Any = NOTHING) -> Config:
         if not more:
             cfg = cli.parse(argv, Config, cli.parser(Config, epilog=SUMMARY))
             cfg.validate()
-            return cfg
+            if cfg.checkpointing != "selective":  # an extra, whose settings the core lacks
+                return cfg
     except UserError:
         pass
     from nanogrpo.extras.commandline import parse as parse_all
@@ -83,12 +84,11 @@ def attach(cfg: Config, given: Given = NOTHING) -> list[Feature]:
 def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
     """Yield the features that the options, the data, the model or a GPU require."""
     gpu = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
-    selective = cfg.checkpointing == "selective"
-    full = gpu or selective or type(cfg) is not Config
+    full = gpu or type(cfg) is not Config
     if full:
-        from nanogrpo.extras.options import Config as Full
+        from nanogrpo.extras.options import complete
 
-        cfg = cfg if isinstance(cfg, Full) else Full(**vars(cfg))
+        cfg = complete(cfg)
     min_p = full and cfg.min_p
     if cfg.top_k or cfg.top_p < 1 or min_p:
         from nanogrpo.extras.truncation import Truncation
@@ -160,8 +160,9 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
         from nanogrpo.extras.memory import Memory
 
         yield Memory()
-    sharding = (cfg.reshard_after_forward, cfg.reduce_gradients, cfg.dtype)
-    if gpu or cfg.cpu_offload or cfg.full_determinism or selective or {*sharding} != {"auto"}:
+    sharding = {cfg.reshard_after_forward, cfg.reduce_gradients, cfg.dtype}
+    selective = cfg.checkpointing == "selective"
+    if gpu or cfg.cpu_offload or cfg.full_determinism or selective or sharding != {"auto"}:
         from nanogrpo.extras.sharding import Sharded
 
         yield Sharded(cfg)

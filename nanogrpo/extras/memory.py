@@ -64,7 +64,7 @@ from nanogrpo.distributed.world import World
 from nanogrpo.engine.paged_cache import cache_tokens
 from nanogrpo.engine.runner import PREFILL_TOKENS
 from nanogrpo.errors import UserError, first_sentence
-from nanogrpo.extras.options import Config
+from nanogrpo.extras.options import Config, complete
 from nanogrpo.extras.sharding import is_whole
 from nanogrpo.feature import Feature
 from nanogrpo.grpo import schedule
@@ -113,7 +113,7 @@ class Memory(Feature):
 
     def settings(self, cfg: Core, inputs: Inputs) -> Core:
         # the full Config has options that the core lacks
-        full, self.estimate = fit(inputs, Config(**vars(cfg)))
+        full, self.estimate = fit(inputs, complete(cfg))
         return full
 
     def running(self, run: Run) -> AbstractContextManager:

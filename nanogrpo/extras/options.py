@@ -565,6 +565,11 @@ FIELDS = {f.name: f for f in fields(Config)}
 CHOICES = {n: f.metadata["choices"] for n, f in FIELDS.items() if "choices" in f.metadata}
 
 
+def complete(cfg: Any) -> Config:
+    """Return the options of a run, with the defaults of the extras if these options are missing."""
+    return cfg if isinstance(cfg, Config) else Config(**vars(cfg))
+
+
 def layer(given: Options, notes: trl_names.Notes, kind: type[Config]) -> Options:
     """Return options under nanogrpo's names. The options come from a command line, a file or
     Python. TRL's other options keep their names, so that `trl_names.translate` can translate them.

@@ -119,5 +119,6 @@ def update(reference: Any, model: Any, alpha: float) -> None:
     fsdp.reshard(reference)
     fsdp.reshard(model)
     with torch.no_grad():
-        for mine, policy in zip(reference.parameters(), model.parameters(), strict=True):
+        # the policy may have more parameters at its end, such as a value head
+        for mine, policy in zip(reference.parameters(), model.parameters()):
             mine.mul_(1 - alpha).add_(policy, alpha=alpha)

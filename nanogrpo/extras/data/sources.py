@@ -66,7 +66,7 @@ def _variable(value: Any) -> Any:
     dropped.
     """
     with contextlib.suppress(ValueError, RecursionError, TypeError):  # not JSON
-        is_json = isinstance(value, str) and value.startswith(("[", "{"))
+        is_json = isinstance(value, str) and value[:1] in "[{"
         return json.loads(value if is_json else json.dumps(value), object_hook=without_nulls)
     return value
 
