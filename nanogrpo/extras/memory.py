@@ -96,14 +96,10 @@ SETTINGS = (
     ("full", 4096, "micro_batch"),
     ("full", 1024, "micro_batch"),
 )
-CHOSEN = (
-    "max_concurrent",
-    "cache_tokens",
-    "gradient_checkpointing",
-    "token_budget",
-    "reduce_gradients",
-    "reshard_after_forward",
-)
+CHOSEN = """
+    max_concurrent cache_tokens gradient_checkpointing token_budget reduce_gradients
+    reshard_after_forward
+"""
 
 
 class Memory(Feature):
@@ -384,7 +380,7 @@ def given(cfg: Config, **settings: Any) -> Config:
 def spelled(cfg: Config) -> str:
     """Return the settings as they are written on a command line."""
     # a vLLM server chooses its own slots and cache
-    names = CHOSEN if cfg.engine == "local" else CHOSEN[2:]
+    names = CHOSEN.split()[0 if cfg.engine == "local" else 2 :]
     return " ".join(f"--{dashed(n)} {getattr(cfg, n)}" for n in names if getattr(cfg, n))
 
 

@@ -150,7 +150,8 @@ REWRITES = [
         r" \1\2/\3\4 ",
     ),
     # Twelve periods of a repeating decimal are enough for `compare`.
-    (r"(\.\d*)\\(?:overline|bar) ?\{? ?(\d+) ?\}?", r"\1" + r"\2" * 12),
+    # at most 300 digits each, because Python refuses to read numbers of more than 4300 digits
+    (r"(\.\d*)\\(?:overline|bar) ?\{? ?(\d{1,300})(?!\d) ?\}?", r"\1" + r"\2" * 12),
     (r"\s+", " "),
     (r"\A[ *_`]+|\s*\.*[ *_`]*\Z", ""),  # removes Markdown and a final full stop
     (r"([$€£¥₹]) ?(-?[\d.,]*\d(?: ?(?:hundred|thousand|[mbtr]+illion)\b)?)", r"\2 \1"),
