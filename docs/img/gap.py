@@ -67,8 +67,8 @@ def differing(count: int) -> list[str]:
     found = {name: mean for name, _, mean, _ in main(count)}
     if [*found] != [*stated]:
         return ["the names of the experiments"]
-    # the smallest errors are those of a few tokens, which few completions may not have
-    least = {name: mean / 10 if mean > 1e-5 else 0.0 for name, mean in stated.items()}
+    # small means depend on a few tokens, which differ between processors
+    least = {name: mean / 10 if mean > 1e-4 else 0.0 for name, mean in stated.items()}
     return [name for name, x in found.items() if not least[name] <= x <= 10 * stated[name]]
 
 

@@ -122,10 +122,14 @@ def in_float16(base: Path, start: float) -> tuple:
 
 @pytest.mark.parametrize("start", [2.0**10, 2.0**24])
 def test_float16_and_its_loss_scale_do_not_depend_on_the_ranks(bases, alone, start):
-    """A scale that fits, and one that is far too large: the same updates are skipped."""
+    """A scale that fits, and one that is far too large: the same updates are skipped.
+
+    float16 instead of float32 changes the parameters by 6e-4. The number of ranks also changes what
+    is rounded. It changed the parameters by 7e-5 with AVX2, and by 1.04e-4 with AVX-512.
+    """
     (gradient, *one), (_, *two) = (run(size, in_float16, bases[True], start)[0] for size in (1, 2))
     assert one[1] == two[1]
-    assert differ(one[0], two[0]) < 1e-4
+    assert differ(one[0], two[0]) < 2e-4
     assert one[1][0] < start or differ(alone(True, OFF_POLICY)[0], gradient) < 1e-2
 
 
