@@ -266,10 +266,10 @@ def one_sentence(capsys: pytest.CaptureFixture) -> str:
 
 
 @contextlib.contextmanager
-def refused(message: str) -> Iterator[None]:
-    """Expect a UserError of one line that matches this pattern."""
+def refused(message: str) -> Iterator[pytest.ExceptionInfo[UserError]]:
+    """Expect a UserError of one line that matches this pattern, and yield it."""
     with pytest.raises(UserError, match=message) as caught:
-        yield
+        yield caught
     assert "\n" not in str(caught.value)
 
 

@@ -5,13 +5,14 @@ test_config.py covers the options themselves. Read next: test_train.py.
 
 import dataclasses
 import json
+import re
 
 import pytest
 
 from nanogrpo import Config
-from nanogrpo.errors import UserError
 from nanogrpo.extras.commandline import parse
 from nanogrpo.extras.profiles import PROFILES
+from tests.conftest import refused
 
 
 def printed(capsys, *argv: str) -> str:
@@ -82,8 +83,5 @@ def test_printed_options_can_be_loaded_again(capsys, tmp_path):
 )
 def test_a_bad_config_file_is_named_with_its_problem(tmp_path, name, content, sentence):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError) as error:
+    with refused(f"^--config {tmp_path / name}.*{re.escape(sentence)}"):
         parse(["--config", str(tmp_path / name)])
-    assert str(error.value).startswith(f"--config {tmp_path / name}")
-    assert sentence in str(error.value)
-    assert "\n" not in str(error.value)

@@ -14,9 +14,9 @@ import pytest
 
 from nanogrpo import Config
 from nanogrpo.config import dashed
-from nanogrpo.errors import UserError
 from nanogrpo.extras.commandline import parse
 from nanogrpo.extras.options import CHOICES, LOSS_CONSTANTS
+from tests.conftest import refused
 
 FIELDS = {f.name: f for f in dataclasses.fields(Config)}
 LIMITS = {name: f.metadata["limits"] for name, f in FIELDS.items() if f.metadata["limits"]}
@@ -136,14 +136,10 @@ BAD = [
 
 @pytest.mark.parametrize(("name", "value"), BAD)
 def test_every_rule_names_the_option_and_the_value(name, value):
-    with pytest.raises(UserError) as error:
+    with refused(rf"^--{dashed(name)} .*\.$") as error:
         dataclasses.replace(GOOD, **{name: value}).validate()
-    sentence = str(error.value)
-    assert sentence.startswith(f"--{dashed(name)} ")
-    assert sentence.endswith(".")
-    assert "\n" not in sentence
     if value and not isinstance(value, tuple | dict):
-        assert str(value) in sentence
+        assert str(value) in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -166,16 +162,14 @@ def test_every_rule_names_the_option_and_the_value(name, value):
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused_when_the_options_are_made(name, value, wanted):
-    with pytest.raises(UserError) as error:
+    with refused(rf"^--{dashed(name)} is .+ but must be {wanted}\.$") as error:
         Config(**{name: value})
-    sentence = str(error.value)
-    assert re.fullmatch(rf"--{dashed(name)} is .+ but must be {wanted}\.", sentence)
-    assert len(sentence) < 200
+    assert len(str(error.value)) < 200
 
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_no_field_takes_any_object(name):
-    with pytest.raises(UserError, match=f"--{dashed(name)} is <object object at .* but must be "):
+    with refused(f"--{dashed(name)} is <object object at .* but must be "):
         Config(**{name: object()})
 
 

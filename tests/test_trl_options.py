@@ -25,6 +25,7 @@ from nanogrpo.errors import UserError
 from nanogrpo.extras import commandline, trl_names
 from nanogrpo.extras.commandline import parse
 from tests import ranks
+from tests.conftest import refused
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs/trl.md").read_text()
@@ -306,16 +307,15 @@ def test_the_batch_is_that_of_trl(monkeypatch, theirs, processes):
     ],
 )
 def test_a_word_without_a_meaning_here_gets_one_sentence(argv, message):
-    with pytest.raises(UserError, match=re.escape(message)) as error:
+    with refused(re.escape(message)) as error:
         parse(argv.split()).validate()
-    assert re.fullmatch(r"[^\n]+\.", str(error.value))
+    assert str(error.value).endswith(".")
 
 
 @pytest.mark.parametrize("name", [n for t in trl_names.TABLES[2::2] for n in trl_names.rows(t)])
 def test_every_option_without_an_equal_is_refused_or_may_be_off(name):
-    with pytest.raises(UserError, match=f"--{dashed(name)} is an option of TRL: ") as error:
+    with refused(f"--{dashed(name)} is an option of TRL: "):
         parse([f"--{name}", "something"])
-    assert str(error.value).count("\n") == 0
     assert parse([f"--{name}", "false"]) == Config()
 
 
@@ -529,5 +529,5 @@ def test_the_last_layer_that_says_how_long_to_train_decides(tmp_path):
     cfg = parse([*both, "--max-steps", "7"])
     assert (cfg.num_train_epochs, cfg.max_steps) == (0.0, 7)
     file.write_text("num_train_epochs: 2\nmax_steps: 9")
-    with pytest.raises(UserError, match="--num-train-epochs 2 and --max-steps 9 both say how long"):
+    with refused("--num-train-epochs 2 and --max-steps 9 both say how long"):
         parse(["--model", "m", "--data", "d", "--config", str(file)]).validate()

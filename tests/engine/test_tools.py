@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -31,7 +32,7 @@ from nanogrpo.rewards import call as rewards
 from nanogrpo.rewards import plugin
 from nanogrpo.rewards.builtin import accuracy_reward, format_reward
 from nanogrpo.rewards.scorer import Scorer
-from tests.conftest import SOLO, lines, steps
+from tests.conftest import SOLO, lines, refused, steps
 from tests.engine.chat import TEMPLATE, call, converse, write_chat_tokenizer
 
 EXAMPLE = Path(train.__file__).parent / "examples" / "tools.py"
@@ -290,7 +291,7 @@ def test_the_model_starts_inside_a_thought_if_the_template_opens_it(tmp_path):
 )
 def test_a_template_without_tool_calls_is_an_error(tmp_path, template):
     tokenizer = write_chat_tokenizer(tmp_path, template)
-    with pytest.raises(UserError, match="--tools: the model's chat template does not support"):
+    with refused("--tools: the model's chat template does not support"):
         calls_of(tokenizer, add)
 
 
@@ -315,11 +316,11 @@ deep.__doc__ = f"Do it.\n\nArgs:\n    a: A. (choices: {'[' * 100_000})"
 
 def test_tools_that_cannot_be_described_are_errors(tokenizer):
     for function in (starred, deep):
-        with pytest.raises(UserError, match=r"cannot be described to the model \("):
+        with refused(r"cannot be described to the model \("):
             calls_of(tokenizer, function)
-    with pytest.raises(UserError, match=r"no description for the argument 'a'.*: give it type"):
+    with refused(r"no description for the argument 'a'.*: give it type"):
         calls_of(tokenizer, undescribed)
-    with pytest.raises(UserError, match="two tools have the name add: rename one"):
+    with refused("two tools have the name add: rename one"):
         calls_of(tokenizer, add, add)
 
 
@@ -414,7 +415,7 @@ def test_an_environment_rewards_its_completions(tokenizer, kind, rewards):
 
 def test_an_exception_of_get_reward_names_its_line_without_control_characters():
     function, shared = Environments(Broken).reward(), {"environments": [Broken()], "turns": [[]]}
-    with pytest.raises(UserError, match=r"raised ValueError: \ufffd\]0;x \(at test_tools.py:"):
+    with refused(r"raised ValueError: \ufffd\]0;x \(at test_tools.py:"):
         rewards.call(function, {"completions": [""], "completion_ids": [[]]}, shared)
 
 
@@ -430,7 +431,7 @@ def test_an_observation_becomes_part_of_the_prompt(tokenizer):
     assert '"name": "step"' in text
     assert other.prompt.text[0]["content"] == "6 times 7?"
     tools.max_prompt_length = len(first.prompt.token_ids) - 1
-    with pytest.raises(UserError, match=r"prompt 0 has \d+ tokens, but the limit is"):
+    with refused(r"prompt 0 has \d+ tokens, but the limit is"):
         converse(tools, STEPS, columns=columns)
 
 
@@ -487,9 +488,8 @@ class Stuck(Counter):
 )
 def test_an_environment_with_a_mistake_is_an_error(tokenizer, environment, sentence):
     seconds = 0.1 if environment is Stuck else 60.0
-    with pytest.raises(UserError) as error:
+    with refused(re.escape(sentence)):
         converse(calls_of(tokenizer, environment=environment, timeout=seconds), STEPS)
-    assert sentence in str(error.value)
 
 
 # --- in a run ---

@@ -9,11 +9,10 @@ import pytest
 
 import train
 from nanogrpo import Config
-from nanogrpo.errors import UserError
 from nanogrpo.extras import completions
 from nanogrpo.extras.completions import Completions, record
 from nanogrpo.rewards.scorer import COLUMNS
-from tests.conftest import SOLO, arguments, steps
+from tests.conftest import SOLO, arguments, refused, steps
 from tests.logs.conftest import completions_of, sample
 
 REWARD = """
@@ -118,7 +117,7 @@ def test_a_resumed_run_deletes_repeated_steps_and_a_new_run_keeps_the_old_folder
 def test_what_cannot_be_written_is_a_user_error(tmp_path):
     log, run = started(tmp_path)
     (tmp_path / "completions").write_text("in the way")
-    with pytest.raises(UserError, match=r"_00001\.jsonl could not be written .*\): choose"):
+    with refused(r"_00001\.jsonl could not be written .*\): choose"):
         log.step(run, 0, [sample(1, a=1.0)])
 
 

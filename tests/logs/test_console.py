@@ -12,11 +12,10 @@ import torch
 
 from nanogrpo import Config
 from nanogrpo.distributed.world import World
-from nanogrpo.errors import UserError
 from nanogrpo.feature import Feature
 from nanogrpo.logs import console, metrics
 from nanogrpo.logs.console import Log, provenance
-from tests.conftest import SOLO, lines
+from tests.conftest import SOLO, lines, refused
 from tests.logs.conftest import sample
 
 
@@ -169,8 +168,7 @@ def test_a_damaged_line_is_reported_and_the_lines_after_it_are_kept(tmp_path, li
     good = path.read_bytes().splitlines()
     good[2] = line  # in the middle, so it is not a half-written end
     path.write_bytes(b"\n".join(good) + b"\n")
-    message = r"metrics\.jsonl:3 is not a record of a run: fix or remove this line"
-    with pytest.raises(UserError, match=message):
+    with refused(r"metrics\.jsonl:3 is not a record of a run: fix or remove this line"):
         opened(tmp_path, start=4)
     assert path.read_bytes().splitlines() == good
 
@@ -194,9 +192,9 @@ def test_the_names_of_the_log_cannot_be_logged(tmp_path):
     log = opened(tmp_path)
     message = r"^log_metric\('{}', …\): the log already uses this name; choose another$"
     for name in ("loss", "num_tokens", "time/sample", "step", "run"):
-        with pytest.raises(UserError, match=message.format(name)):
+        with refused(message.format(name)):
             write(log, range(1), {"loss": 0.5}, **{"mine": 2.0, name: 1.0})
-    with pytest.raises(UserError, match=message.format("reward")):
+    with refused(message.format("reward")):
         evaluate(log, 0, reward=1.0)
     assert ["run" in row for row in lines(tmp_path)] == [True]
     write(log, range(1), mine=2.0)
@@ -218,6 +216,6 @@ def test_a_log_that_cannot_be_written_is_a_user_error(tmp_path, monkeypatch):
     }.items():
         with monkeypatch.context() as patch:
             patch.setattr(Path, method, fails)
-            with pytest.raises(UserError, match=r"\.jsonl could not be written \(Read-only file"):
+            with refused(r"\.jsonl could not be written \(Read-only file"):
                 act()
     assert [row["step"] for row in lines(tmp_path) if "step" in row] == [0, 1]

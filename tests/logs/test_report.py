@@ -11,9 +11,8 @@ import pytest
 
 import train
 from nanogrpo import Config
-from nanogrpo.errors import UserError
 from nanogrpo.extras.dashboards import Dashboards
-from tests.conftest import arguments, lines, write_rows
+from tests.conftest import arguments, lines, refused, write_rows
 from tests.logs.conftest import completions_of
 
 # in an extra
@@ -155,10 +154,9 @@ def test_a_missing_package_or_login_is_a_user_error(tmp_path, monkeypatch, name,
 
     dashboards = Dashboards(Config(output_dir=str(tmp_path), report_to=(name,)))
     monkeypatch.setitem(sys.modules, module, None)
-    message = rf"^--report-to {name} needs its package: pip install 'nanogrpo\[{name}\]'$"
-    with pytest.raises(UserError, match=message):
+    with refused(rf"^--report-to {name} needs its package: pip install 'nanogrpo\[{name}\]'$"):
         dashboards.record(0, {"run": {}})
     monkeypatch.setitem(sys.modules, module, SimpleNamespace(init=init))
     if name != "tensorboard":
-        with pytest.raises(UserError, match=f"^--report-to {name}: no API key: log in, correct"):
+        with refused(f"^--report-to {name}: no API key: log in, correct"):
             dashboards.record(0, {"run": {}})

@@ -267,8 +267,7 @@ def test_another_quantization_is_refused_in_one_sentence(stored, tmp_path, case)
     config["quantization_config"] |= OTHERS[case]
     (tmp_path / "config.json").write_text(json.dumps(config))
     wrong = next(iter(OTHERS[case].items()))
-    message = rf"quantization_config with {wrong[0]} {wrong[1]!r} is not supported; it must be"
-    with refused(message):
+    with refused(rf"quantization_config with {wrong[0]} {wrong[1]!r} is not supported; it must be"):
         LoRA(FOUR).decoder(tmp_path)
 
 

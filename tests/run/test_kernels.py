@@ -13,11 +13,10 @@ import torch
 
 from nanogrpo import Config
 from nanogrpo.distributed.world import World
-from nanogrpo.errors import UserError
 from nanogrpo.extras.sharding import be_deterministic, compute_dtype
 from nanogrpo.model import dispatch, gpu_attention
 from nanogrpo.run import setup as parts
-from tests.conftest import SOLO
+from tests.conftest import SOLO, refused
 
 GPU = World(0, 1, torch.device("cuda"))
 ON_CPU = "attention by sdpa"
@@ -57,7 +56,7 @@ def test_one_line_says_what_computes(caplog):
 
 def test_triton_without_a_gpu_is_one_sentence(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(UserError, match=r"^--kernels triton needs a GPU.*: use --kernels auto\.$"):
+    with refused(r"^--kernels triton needs a GPU.*: use --kernels auto\.$"):
         parts.choose_kernels(Config(kernels="triton"), SOLO, 128, torch.float32)
 
 

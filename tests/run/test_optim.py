@@ -13,13 +13,12 @@ import transformers
 
 from bench import predict
 from nanogrpo import Config
-from nanogrpo.errors import UserError
 from nanogrpo.extras import memory
 from nanogrpo.extras.optim import Optim
 from nanogrpo.extras.options import CHOICES
 from nanogrpo.model import checkpoint
 from nanogrpo.run import optim
-from tests.conftest import SOLO, write_base
+from tests.conftest import SOLO, refused, write_base
 
 GOOD = Config(model="base", data=("arithmetic",))
 KINDS = CHOICES["lr_scheduler_type"]
@@ -68,7 +67,7 @@ CFG = Config(optim="adamw_torch_8bit", learning_rate=1e-2, weight_decay=0.1)
 def test_without_torchao_one_sentence_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     message = r"--optim adamw_torch_8bit needs its package: pip install 'nanogrpo\[torchao\]'\."
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         optim.make_optimizer(torch.nn.Linear(2, 2), CFG, [Optim(CFG)])
 
 

@@ -18,9 +18,8 @@ from safetensors.torch import load_file, save_file
 
 import train
 from nanogrpo import Config
-from nanogrpo.errors import UserError
 from nanogrpo.run import output
-from tests.conftest import SOLO, arguments, read_rows, steps, write_rows
+from tests.conftest import SOLO, arguments, read_rows, refused, steps, write_rows
 from tests.ranks import PATIENCE, argv, run, running, start, until
 
 # --- one run at a time ---
@@ -74,7 +73,7 @@ def test_overwriting_removes_only_what_runs_have_written(tmp_path):
     (tmp_path / "checkpoint-2").symlink_to(tmp_path / "elsewhere")  # moved and linked
     (other := tmp_path / "checkpoint-0").mkdir()  # a run would write or remove such a folder
     cfg = Config(output_dir=str(tmp_path), overwrite_output_dir=True)
-    with pytest.raises(UserError, match=rf"{other} was not written by nanogrpo: choose another"):
+    with refused(rf"{other} was not written by nanogrpo: choose another"):
         output.clear(cfg)
     other.rmdir()
     output.clear(cfg)
@@ -87,7 +86,7 @@ def test_overwriting_never_removes_an_input(tmp_path, name):
     (used := tmp_path / "checkpoint-2" / "adapter").mkdir(parents=True)
     (tmp_path / "checkpoint-2" / "state.json").touch()
     value = str(used) if name == "lora_adapter" else (f"model:{used}",)
-    with pytest.raises(UserError, match=r"would remove \S+checkpoint-2, which this run reads"):
+    with refused(r"would remove \S+checkpoint-2, which this run reads"):
         output.clear(Config(output_dir=str(tmp_path), overwrite_output_dir=True, **{name: value}))
     assert used.exists()
 
@@ -110,7 +109,7 @@ def test_a_folder_that_cannot_be_used_is_named_and_stays_as_it_is(tmp_path, name
         (tmp_path / theirs).write_text("theirs")
     before, folder = sorted(tmp_path.rglob("*")), tmp_path / name
     with (
-        pytest.raises(UserError, match=f"^--output-dir {folder} {problem}"),
+        refused(f"^--output-dir {folder} {problem}"),
         output.claimed(Config(output_dir=str(folder)), SOLO),
     ):
         pass
@@ -122,7 +121,7 @@ def test_a_thread_of_the_same_process_is_refused_too(tmp_path):
     cfg = Config(output_dir=str(tmp_path))
     with (
         output.claimed(cfg, SOLO),
-        pytest.raises(UserError, match="is in use by another run"),
+        refused("is in use by another run"),
         output.claimed(cfg, SOLO),
     ):
         pass
@@ -144,7 +143,7 @@ def test_what_cannot_be_removed_is_named(tmp_path, monkeypatch):
         message = rf"{name} cannot be removed \(Permission denied\): rem"
         with monkeypatch.context() as patch:
             patch.setattr(shutil, "rmtree", fails)
-            with pytest.raises(UserError, match=message):
+            with refused(message):
                 act(cfg)
         output.remove(tmp_path / name)
     (tmp_path / ".checkpoint-4.tmp").write_text("a file")

@@ -24,13 +24,13 @@ from safetensors.torch import load_file
 
 import train
 from nanogrpo import Config
-from nanogrpo.errors import UserError, read_json
+from nanogrpo.errors import read_json
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.logs.files import checkpoints
 from nanogrpo.model import checkpoint
 from nanogrpo.run import optim, state
 from tests import configurations
-from tests.conftest import SOLO, arguments, assert_same, random_batch, steps, write_base
+from tests.conftest import SOLO, arguments, assert_same, random_batch, refused, steps, write_base
 
 
 @pytest.mark.parametrize("name", configurations.names("resumes"))
@@ -116,9 +116,7 @@ def test_a_disk_that_fills_up_while_saving_leaves_the_earlier_checkpoint(
         run.saver.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    with pytest.raises(
-        UserError, match=rf"^{tmp_path}/run/checkpoint-2 could not be written \([^\n]*\): choose"
-    ):
+    with refused(rf"^{tmp_path}/run/checkpoint-2 could not be written \([^\n]*\): choose"):
         run.saver.finish()
     assert run.saver.failure() is None
     assert names(tmp_path) == ["checkpoint-1"]
@@ -290,7 +288,7 @@ def test_a_damaged_checkpoint_is_named_and_a_run_can_continue_from_the_one_befor
     message = (
         rf"^--resume: {newest}{file} is damaged, .* model \([^\n]*\): remove the checkpoint to"
     )
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         start(tmp_path, tiny_base, resume=True)
     shutil.rmtree(newest)  # as it says
     resumed = start(tmp_path, tiny_base, resume=True)
@@ -309,7 +307,7 @@ def test_a_flipped_bit_in_any_file_is_found(tmp_path, tiny_base, two_saves):
         path.write_bytes(flipped)
         name = path.relative_to(folder)
         message = rf"is damaged, .* \({name} .* its hash is not the one in state.json\): remove"
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             start(tmp_path, tiny_base, resume=True)
         path.write_bytes(data)
     # a user may add files
@@ -326,7 +324,7 @@ def test_resuming_with_other_options_is_refused(tmp_path, tiny_base):
     other = {"seed": 7, "learning_rate": 0.5, "reward_funcs": ("format",), "epsilon_high": 0.3}
     for name, value in {**other, "top_p": 1.0}.items():
         match = rf"--resume: .*-2/state.json was written with {name} = .*: give the same options"
-        with pytest.raises(UserError, match=match):
+        with refused(match):
             start(tmp_path, tiny_base, **{"top_p": 0.5, "resume": True, name: value})
     assert start(tmp_path, tiny_base, top_p=0.5, resume=True, max_steps=2).step == 2
 
@@ -339,7 +337,7 @@ def test_options_that_change_nothing_may_differ_and_max_steps_where_the_schedule
     free["reward_timeout"] = 600.0  # the advice to a run with slow functions
     assert start(tmp_path, tiny_base, resume=True, **free).step == 1
     start(tmp_path / "linear", tiny_base, lr_scheduler_type="linear").save()
-    with pytest.raises(UserError, match="max_steps = 100, but max_steps is now 900"):
+    with refused("max_steps = 100, but max_steps is now 900"):
         start(
             tmp_path / "linear", tiny_base, lr_scheduler_type="linear", resume=True, max_steps=900
         )
@@ -354,13 +352,11 @@ def test_an_option_that_one_side_lacks_counts_as_its_default(tmp_path, tiny_base
     assert Run(Config(**options), tiny_base).step == 0
     shutil.rmtree(tmp_path / "run" / "checkpoint-0")
     Run(Config(**options), tiny_base).save()
-    with pytest.raises(
-        UserError, match=r"was written with lora_r = 0, but lora_r is now 4: give the same"
-    ):
+    with refused(r"was written with lora_r = 0, but lora_r is now 4: give the same"):
         Run(Config(**options, lora_r=4), tiny_base)
     config = {"lora_r": 4}
     change(tmp_path / "run" / "checkpoint-0", config=config)
-    with pytest.raises(UserError, match=r"with lora_r = 4, but lora_r is now the default: give"):
+    with refused(r"with lora_r = 4, but lora_r is now the default: give"):
         Run(core, tiny_base)
 
 
@@ -377,10 +373,7 @@ def test_another_models_checkpoint_is_refused(tmp_path, tiny_base):
     folder = start(tmp_path, tiny_base).advance(1).save()
     other = write_base(tmp_path / "other", hidden_size=32)
     tied = write_base(tmp_path / "tied", tie_word_embeddings=True)
-    with pytest.raises(
-        UserError,
-        match=r"was written with model = .*but model is now .*other: give the same options",
-    ):
+    with refused(r"was written with model = .*but model is now .*other: give the same options"):
         start(tmp_path, other, resume=True)
     # as if the base model's folder now held another model
     config = read_json(folder / "state.json")["config"]
@@ -389,5 +382,5 @@ def test_another_models_checkpoint_is_refused(tmp_path, tiny_base):
         (tied, "it has more weights than the model"),
     ):
         change(folder, config={**config, "model": str(base)})
-        with pytest.raises(UserError, match=rf"belongs to another model \({what}"):
+        with refused(rf"belongs to another model \({what}"):
             start(tmp_path, base, resume=True)

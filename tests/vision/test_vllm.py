@@ -119,8 +119,7 @@ def shorter(reply: dict | None) -> dict | None:
 def test_a_server_with_another_encoder_is_refused(fake, field):
     config = fake.facts["config"]
     (config if field in config else config["vision_config"])[field] = 7
-    message = f"serves a different model: its vision is .*{field}=7.*, but --model has"
-    with refused(message):
+    with refused(f"serves a different model: its vision is .*{field}=7.*, but --model has"):
         engine_of(fake, model=MODEL, load=False)
 
 

@@ -208,8 +208,7 @@ def test_an_address_without_a_server_is_reported():
     + ["nowhere"],
 )
 def test_a_malformed_address_is_refused(url):
-    message = f"^--server {url} is not an address: write it like http://127.0.0.1:8000"
-    with refused(message):
+    with refused(f"^--server {url} is not an address: write it like http://127.0.0.1:8000"):
         Server(url)
 
 
@@ -246,8 +245,7 @@ def test_a_server_of_another_model_is_refused(fake, facts, options, sentence):
 def test_servers_of_different_dtypes_are_refused(fake):
     with FakeVLLM(tiny_config()) as other:
         other.facts["dtype"] = "bfloat16"
-        message = r"--server: the servers use .*bfloat16.*; start all with the same --dtype"
-        with refused(message):
+        with refused(r"--server: the servers use .*bfloat16.*; start all with the same --dtype"):
             engine_of(fake, other, load=False)
 
 

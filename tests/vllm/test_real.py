@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from nanogrpo.engine.base import SamplingParams
-from nanogrpo.errors import UserError
 from nanogrpo.extras import head_dtype
 from nanogrpo.model import checkpoint
 from nanogrpo.types import Prompt
@@ -21,7 +20,7 @@ from nanogrpo.vllm.protocol import FLOAT32_LOGITS
 from nanogrpo.vllm.server import Server, ServerError
 from nanogrpo.vllm.sleeping import SleepingEngine
 from nanogrpo.vllm.sync import WeightSync
-from tests.conftest import write_base
+from tests.conftest import refused, write_base
 from tests.vllm.real import (
     PROMPTS,
     SIZES,
@@ -60,7 +59,7 @@ def test_float32_logits_of_16_bit_weights_agree_after_every_sync(tmp_path):
             if "norm" in name or name.endswith(("o_proj.weight", "down_proj.weight")):
                 p.data.fill_(float("norm" in name))
         model.lm_head.weight.data *= 20
-        with pytest.raises(UserError, match="has --head-dtype float32, but the trainer has model"):
+        with refused("has --head-dtype float32, but the trainer has model"):
             real.engine(model)
         engine = real.engine(model, head_dtype="float32")
         for version in range(2):
