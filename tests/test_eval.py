@@ -4,13 +4,13 @@ Read next: nanogrpo/extras/eval.py.
 """
 
 import itertools
-import json
 import math
 import os
 
 import pytest
 
 import train
+from nanogrpo.errors import read_json
 from nanogrpo.extras import commandline, commands
 from nanogrpo.logs import metrics
 from nanogrpo.logs.metrics import Facts
@@ -58,7 +58,7 @@ def test_it_writes_every_completion_and_the_same_numbers_as_training(
     argv = options(tiny_base, data, tmp_path / "eval", *sampled, *rewards)
     assert commands.main(["eval", *argv]) == 0
     assert "rewards/even" in capsys.readouterr().out
-    result = json.loads((tmp_path / "eval/eval.json").read_text())
+    result = read_json(tmp_path / "eval/eval.json")
     records = read_rows(tmp_path / "eval/eval.jsonl")
     assert len(records) == 4 * len(DATA)
     assert records[0].keys() >= {"prompt", "completion", "even", "reward", "stopped"}
@@ -73,14 +73,12 @@ def test_it_writes_every_completion_and_the_same_numbers_as_training(
     first = next(row for row in lines(tmp_path / "run") if row.get("eval/after") == 0)
     for name, value in result["metrics"].items():
         assert math.isclose(first[name], value), name
-    written = (tmp_path / "run/completions/eval_00000.jsonl").read_text().splitlines()
-    assert [json.loads(line)["completion"] for line in written] == [
-        record["completion"] for record in records
-    ]
+    written = read_rows(tmp_path / "run/completions/eval_00000.jsonl")
+    assert [row["completion"] for row in written] == [row["completion"] for row in records]
 
     # without options, a checkpoint is evaluated as its run did
     assert commands.main(["eval", f"{tmp_path}/run/checkpoint-1"]) == 0
-    again = json.loads((tmp_path / "run/checkpoint-1/eval/eval.json").read_text())
+    again = read_json(tmp_path / "run/checkpoint-1/eval/eval.json")
     last = next(row for row in lines(tmp_path / "run") if row.get("eval/after") == 1)
     assert again["metrics"] == {name: last[name] for name in again["metrics"]}
     assert f'"data": ["{data}"]' in capsys.readouterr().err
@@ -112,7 +110,7 @@ def test_an_earlier_evaluation_is_kept(tiny_base, data, tmp_path, capsys, monkey
     with os.fdopen(writer, "w") as stdout, monkeypatch.context() as patch:
         patch.setattr("sys.stdout", stdout)
         assert commands.main(["eval", *argv]) == 0
-    result = json.loads((tmp_path / "eval/eval.json").read_text())
+    result = read_json(tmp_path / "eval/eval.json")
     assert result["metrics"]["eval/rewards/share"] == 1.0
     assert commands.main(["eval", *argv]) == 2
     assert "already holds an evaluation" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from nanogrpo.extras.arithmetic import warmup
 from nanogrpo.extras.tools.turns import TurnsEngine
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.types import Prompt, Sample
-from tests.conftest import SOLO
+from tests.conftest import SOLO, edit_json
 
 # A template as that of Qwen2.5: tools in the system message, answers in a user message.
 TEMPLATE = """
@@ -45,10 +45,8 @@ def write_chat_tokenizer(folder: Path, template: str = TEMPLATE) -> Tokenizer:
     inner.add_tokens(["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"])
     inner.save(str(folder / "tokenizer.json"))
     stops = [inner.token_to_id("<|im_end|>"), inner.token_to_id("<|endoftext|>")]
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
-    config = {"eos_token": "<|im_end|>", "pad_token": "<|pad|>", "chat_template": template}
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    edit_json(folder / "generation_config.json", eos_token_id=stops)
+    edit_json(folder / "tokenizer_config.json", eos_token="<|im_end|>", chat_template=template)
     return Tokenizer(folder)
 
 
@@ -158,7 +156,6 @@ def write_calling_base(base: Path, folder: Path) -> list[str]:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     stops = [vocabulary[each] for each in "~^`@#$&%;!"]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
-    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": SHORT}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    edit_json(folder / "tokenizer_config.json", chat_template=SHORT)
     (folder / "double.py").write_text(DOUBLE)
     return ["--model", str(folder), "--tools", f"{folder / 'double.py'}:double"]

@@ -6,7 +6,6 @@ Read next: nanogrpo/extras/tools/calls.py.
 
 import asyncio
 import contextlib
-import json
 import os
 import re
 import signal
@@ -32,7 +31,7 @@ from nanogrpo.rewards import call as rewards
 from nanogrpo.rewards import plugin
 from nanogrpo.rewards.builtin import accuracy_reward, format_reward
 from nanogrpo.rewards.scorer import Scorer
-from tests.conftest import SOLO, lines, refused, steps
+from tests.conftest import SOLO, lines, read_rows, refused, steps
 from tests.engine.chat import TEMPLATE, call, converse, write_chat_tokenizer
 
 EXAMPLE = Path(train.__file__).parent / "examples" / "tools.py"
@@ -553,7 +552,7 @@ def test_the_example_learns_to_call_its_tool(example, tmp_path):
     # of the model's tokens, given what it has read
     assert all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in rows)
     file = tmp_path / "completions" / "completions_00008.jsonl"
-    texts = [json.loads(line)["completion"] for line in file.read_text().splitlines()]
+    texts = [row["completion"] for row in read_rows(file)]
     assert any("</tool_call>" in text and text.endswith("</answer>") for text in texts)
 
 

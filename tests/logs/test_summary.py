@@ -3,12 +3,11 @@
 Read next: nanogrpo/extras/summary.py.
 """
 
-import json
-
 import pytest
 
 from nanogrpo.extras import commands
 from nanogrpo.extras.summary import summarize
+from tests.conftest import write_rows
 
 STEPS = [
     {"step": i, "reward": x, "step_time": 30.0, "num_tokens": 1000 * i + 500}
@@ -54,7 +53,7 @@ def test_runs_are_listed_with_the_checkpoint_to_use(tmp_path, capsys):
             (tmp_path / name / f"checkpoint-{step}").mkdir(parents=True)
         records = [head(load_best_model_at_end=best), *STEPS, *EVALUATIONS]
         (tmp_path / name).mkdir(exist_ok=True)
-        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+        write_rows(tmp_path / name / "metrics.jsonl", records)
     capsys.readouterr()
     assert commands.main(["runs", str(tmp_path / "a"), str(tmp_path)]) == 0
     shown = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:]]

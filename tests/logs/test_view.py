@@ -20,6 +20,7 @@ from nanogrpo.extras import commands
 from nanogrpo.extras.view import server as server_module
 from nanogrpo.extras.view.data import Run
 from nanogrpo.extras.view.server import TEMPLATE, Server
+from tests.conftest import read_rows, write_rows
 from tests.logs.conftest import serving, write_run
 
 
@@ -54,8 +55,7 @@ def test_a_page_has_the_curves_and_every_completion_and_token(tmp_path):
     assert {*found} == {"index", "0/c1", "0/c2", "0/c3", "0/e0", "0/t1", "0/t2", "0/t3"}
     for step in (1, 2, 3):
         path = tmp_path / "completions" / f"completions_{step:05d}.jsonl"
-        for row, line in zip(found[f"0/c{step}"], path.read_text().splitlines(), strict=True):
-            logged = json.loads(line)
+        for row, logged in zip(found[f"0/c{step}"], read_rows(path), strict=True):
             assert row["completion"] == logged["completion"]
             assert row["advantage"] == logged["advantage"]
             assert (row["answer"], row["more"]) == ("7", {"ok": "ok"})
@@ -117,7 +117,7 @@ def test_numbers_that_a_browser_cannot_read_are_left_out(tmp_path):
     write_run(tmp_path, steps=1)
     path = tmp_path / "completions" / "completions_00001.jsonl"
     row = {"prompt": "?", "completion": "", "reward": math.nan, "advantage": math.inf}
-    path.write_text(json.dumps({**row, "stopped": True, "a": -math.inf, "b": [{}]}) + "\n")
+    write_rows(path, [{**row, "stopped": True, "a": -math.inf, "b": [{}]}])
     with (tmp_path / "metrics.jsonl").open("a") as log:
         log.write('{"step": 1, "reward": NaN, "loss": 1e999, "kl": true, "lr": 0.5}\n')
     found = written(tmp_path)

@@ -8,6 +8,7 @@ bitsandbytes itself quantizes and dequantizes the expected values. Read next: te
 import dataclasses
 import functools
 import json
+import shutil
 from pathlib import Path
 
 import bitsandbytes as bnb
@@ -247,8 +248,7 @@ DAMAGED = {
 @pytest.mark.parametrize("case", DAMAGED)
 def test_damaged_files_of_bitsandbytes_are_reported_in_one_sentence(stored, tmp_path, case):
     name, change, sentence = DAMAGED[case]
-    for file in stored.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(stored, tmp_path, dirs_exist_ok=True)
     edit(tmp_path, name, change)
     with refused(f"{tmp_path}.*{sentence}"):
         loaded(tmp_path)

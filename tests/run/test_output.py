@@ -5,7 +5,6 @@ Read before: test_resume.py (what is in the folder).
 
 import errno
 import fcntl
-import json
 import logging
 import os
 import shutil
@@ -19,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import train
 from nanogrpo import Config
 from nanogrpo.run import output
-from tests.conftest import SOLO, arguments, read_rows, refused, steps, write_rows
+from tests.conftest import SOLO, arguments, edit_json, read_rows, refused, steps, write_rows
 from tests.ranks import PATIENCE, argv, run, running, start, until
 
 # --- one run at a time ---
@@ -152,10 +151,6 @@ def test_what_cannot_be_removed_is_named(tmp_path, monkeypatch):
 
 
 # --- same data, same rewards ---
-
-
-def edit_json(path: Path, **changes) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def edit_weights(path: Path) -> None:

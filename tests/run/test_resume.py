@@ -30,7 +30,16 @@ from nanogrpo.logs.files import checkpoints
 from nanogrpo.model import checkpoint
 from nanogrpo.run import optim, state
 from tests import configurations
-from tests.conftest import SOLO, arguments, assert_same, random_batch, refused, steps, write_base
+from tests.conftest import (
+    SOLO,
+    arguments,
+    assert_same,
+    edit_json,
+    random_batch,
+    refused,
+    steps,
+    write_base,
+)
 
 
 @pytest.mark.parametrize("name", configurations.names("resumes"))
@@ -253,11 +262,6 @@ def two_saves(tmp_path_factory, tiny_base) -> tuple[Path, dict[str, torch.Tensor
     return folder / "run", first
 
 
-def change(folder: Path, **values: object) -> None:
-    saved = {**read_json(folder / "state.json"), **values}
-    (folder / "state.json").write_text(json.dumps(saved))
-
-
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -270,8 +274,8 @@ DAMAGE = {
     "state truncated": lambda f: truncate(f / "state.json"),
     "state missing": lambda f: (f / "state.json").unlink(),
     "state empty": lambda f: (f / "state.json").write_text("{}"),
-    "state with a list of options": lambda f: change(f, config=[1]),
-    "state with a list of files": lambda f: change(f, files=["__0_0.distcp"]),
+    "state with a list of options": lambda f: edit_json(f / "state.json", config=[1]),
+    "state with a list of files": lambda f: edit_json(f / "state.json", files=["__0_0.distcp"]),
     "state a list": lambda f: (f / "state.json").write_text("[]"),
 }
 
@@ -354,8 +358,7 @@ def test_an_option_that_one_side_lacks_counts_as_its_default(tmp_path, tiny_base
     Run(Config(**options), tiny_base).save()
     with refused(r"was written with lora_r = 0, but lora_r is now 4: give the same"):
         Run(Config(**options, lora_r=4), tiny_base)
-    config = {"lora_r": 4}
-    change(tmp_path / "run" / "checkpoint-0", config=config)
+    edit_json(tmp_path / "run/checkpoint-0/state.json", config={"lora_r": 4})
     with refused(r"with lora_r = 4, but lora_r is now the default: give"):
         Run(core, tiny_base)
 
@@ -365,7 +368,7 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path, tiny_base):
     folder = start(tmp_path, tiny_base).advance(1).save()
     hashes = read_json(folder / "state.json")["files"].items()
     files = {name.removeprefix("state/"): h for name, h in hashes if name.startswith("state/")}
-    change(folder, origin="hash", files=files)
+    edit_json(folder / "state.json", origin="hash", files=files)
     assert start(tmp_path, tiny_base, resume=True).step == 1
 
 
@@ -381,6 +384,6 @@ def test_another_models_checkpoint_is_refused(tmp_path, tiny_base):
         (other, r"Size mismatch between saved torch\.Size\(\[\d+, 48\]\) and current: .* for "),
         (tied, "it has more weights than the model"),
     ):
-        change(folder, config={**config, "model": str(base)})
+        edit_json(folder / "state.json", config={**config, "model": str(base)})
         with refused(rf"belongs to another model \({what}"):
             start(tmp_path, base, resume=True)

@@ -4,7 +4,6 @@ failures of either side.
 One session-wide server serves all runs but one, which starts its own. Marked `vllm`: see real.py.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -19,7 +18,7 @@ import pytest
 import train
 from nanogrpo.model.checkpoint import load_model
 from nanogrpo.vllm.auth import SECRET
-from tests.conftest import arguments, steps
+from tests.conftest import arguments, steps, write_rows
 from tests.engine.chat import write_calling_base
 from tests.ranks import run
 from tests.vllm.fake import wait_until
@@ -41,8 +40,7 @@ def base(tied) -> Path:
 def files(files, tmp_path_factory) -> Path:
     """The same folder of files, but with prompts of a real size."""
     folder = shutil.copytree(files, tmp_path_factory.mktemp("real") / "files")
-    rows = [json.dumps({"prompt": problem(i)}) + "\n" for i in range(12)]
-    (folder / "data.jsonl").write_text("".join(rows))
+    write_rows(folder / "data.jsonl", ({"prompt": problem(i)} for i in range(12)))
     return folder
 
 
