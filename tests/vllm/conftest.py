@@ -18,6 +18,9 @@ def fake() -> Iterator[FakeVLLM]:
         yield server
 
 
+other = fake  # a second one
+
+
 @pytest.fixture(scope="session")
 def tied(tmp_path_factory) -> Iterator[Real]:
     """A real server that outlives all tests but the last, which suspends it for good."""

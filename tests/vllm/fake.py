@@ -24,7 +24,7 @@ from urllib.parse import parse_qsl
 
 import torch
 
-from nanogrpo.engine.base import SamplingParams
+from nanogrpo.engine.base import Engine, SamplingParams
 from nanogrpo.errors import UserError
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm import client
@@ -221,6 +221,11 @@ class FakeSidecar:
 def content(samples: list[Sample]) -> list[tuple]:
     """Return everything that a repeated request must return again."""
     return [(s.prompt.id, s.index, s.token_ids, s.logp, s.stopped) for s in samples]
+
+
+def sample(engine: Engine) -> list[tuple]:
+    """Return the content of two completions of each of PROMPTS."""
+    return content(engine.sample(PROMPTS, 2, PARAMS, step=0))
 
 
 def wait_until(condition, seconds: float = 60.0) -> None:

@@ -17,11 +17,11 @@ from nanogrpo.extras.truncation import unpacked
 from nanogrpo.vllm import auth
 from nanogrpo.vllm.protocol import check_server
 from nanogrpo.vllm.server import Server, ServerLost
-from tests.conftest import refused, tiny_config
+from tests.conftest import refused
 from tests.model.peers import CONFIGS
 from tests.ranks import free_port
 from tests.vision.tiny import vision_config
-from tests.vllm.fake import MODEL, PARAMS, PROMPTS, FakeVLLM, content, engine_of
+from tests.vllm.fake import MODEL, PARAMS, PROMPTS, content, engine_of, sample
 
 # --- what is sent, and what becomes of it ---
 
@@ -161,9 +161,9 @@ BROKEN = {
 @pytest.mark.parametrize(("spoil", "sentence"), BROKEN.values(), ids=BROKEN)
 def test_an_incomplete_reply_is_discarded_and_the_group_requested_again(fake, spoil, sentence):
     engine = engine_of(fake)
-    expected = content(engine.sample(PROMPTS, 2, PARAMS, step=0))
+    expected = sample(engine)
     spoiled(fake, spoil, times=1)
-    assert content(engine.sample(PROMPTS, 2, PARAMS, step=0)) == expected
+    assert sample(engine) == expected
     assert engine.restarts == 1  # the server was taken for lost, and given the weights again
     spoiled(fake, spoil)
     with pytest.raises(ServerLost, match=rf"No vLLM server returns completions \(.*{sentence}"):
@@ -242,11 +242,10 @@ def test_a_server_of_another_model_is_refused(fake, facts, options, sentence):
         engine_of(fake, load=False, **options)
 
 
-def test_servers_of_different_dtypes_are_refused(fake):
-    with FakeVLLM(tiny_config()) as other:
-        other.facts["dtype"] = "bfloat16"
-        with refused(r"--server: the servers use .*bfloat16.*; start all with the same --dtype"):
-            engine_of(fake, other, load=False)
+def test_servers_of_different_dtypes_are_refused(fake, other):
+    other.facts["dtype"] = "bfloat16"
+    with refused(r"--server: the servers use .*bfloat16.*; start all with the same --dtype"):
+        engine_of(fake, other, load=False)
 
 
 @pytest.mark.parametrize("reply", [404, 500, {"hello": "world"}, b"<html>", b"[]"])

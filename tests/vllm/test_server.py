@@ -21,7 +21,6 @@ import train
 from nanogrpo.distributed.failure import asked
 from nanogrpo.distributed.world import World
 from nanogrpo.logs.files import checkpoints
-from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.vllm import server
 from nanogrpo.vllm.auth import DISCONNECT, INFO
 from nanogrpo.vllm.client import VLLMEngine
@@ -34,22 +33,12 @@ from tests.vllm.fake import (
     PROMPTS,
     FakeSidecar,
     FakeVLLM,
-    content,
     engine_of,
+    sample,
     wait_until,
 )
 
 LOST = ServerError("for the test")
-
-
-@pytest.fixture
-def other():
-    with FakeVLLM(tiny_config()) as server:
-        yield server
-
-
-def sample(engine: VLLMEngine) -> list[tuple]:
-    return content(engine.sample(PROMPTS, 2, PARAMS, step=0))
 
 
 def alive(engine: VLLMEngine) -> list[bool]:
@@ -156,17 +145,16 @@ def test_a_hanging_server_delays_neither_samples_nor_syncs(fake, other, front_en
     assert alive(engine) == [True, True]
 
 
-def test_without_any_server_the_run_stops_after_its_patience():
-    with FakeVLLM(tiny_config()) as fake:
-        engine = engine_of(fake, patience=0.6)
-        fake.stop()
-        begin = time.monotonic()
-        message = r"No vLLM server is left \(.*\); the run stops; .* continue with --resume"
-        with pytest.raises(ServerLost, match=message):
-            sample(engine)
-        assert 0.6 <= time.monotonic() - begin < 60
-        with pytest.raises(ServerLost):
-            engine.load(MODEL, 1)
+def test_without_any_server_the_run_stops_after_its_patience(fake):
+    engine = engine_of(fake, patience=0.6)
+    fake.stop()
+    begin = time.monotonic()
+    message = r"No vLLM server is left \(.*\); the run stops; .* continue with --resume"
+    with pytest.raises(ServerLost, match=message):
+        sample(engine)
+    assert 0.6 <= time.monotonic() - begin < 60
+    with pytest.raises(ServerLost):
+        engine.load(MODEL, 1)
 
 
 @pytest.mark.parametrize("status", [None, 401, 500])
@@ -403,7 +391,7 @@ def test_the_other_ranks_wait_for_a_recovery_longer_than_for_a_collective(fake):
 
 @pytest.mark.parametrize("ahead", ["0", "1"])
 def test_a_signal_ends_the_wait_for_a_server_and_the_run_saves(
-    tiny_base, files, tmp_path, capsys, ahead
+    tiny_base, tiny_tokenizer, files, tmp_path, capsys, ahead
 ):
     """A scheduler waits for half a minute, but the patience is ten minutes. A second signal, or the
     scheduler's kill, would lose the checkpoint.
@@ -418,7 +406,7 @@ def test_a_signal_ends_the_wait_for_a_server_and_the_run_saves(
         return 500
 
     signalled = []
-    with FakeVLLM(tiny_config(vocab_size=Tokenizer(tiny_base).vocab_size)) as fake:
+    with FakeVLLM(tiny_config(vocab_size=tiny_tokenizer.vocab_size)) as fake:
         fake.disturb = disturb
         options = ["--engine", "vllm", "--server", fake.url, "--weight-transport", "memory"]
         options += ["--max-staleness", ahead, "--max-steps", "5"]

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 import train
-from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.vllm import feature, gpus
 from nanogrpo.vllm.sleeping import SleepingEngine
 from tests.conftest import arguments, lines, timeless, tiny_config, tiny_model
 from tests.vllm import pretend
-from tests.vllm.fake import PARAMS, PROMPTS, FakeSidecar, FakeVLLM, content, engine_of
+from tests.vllm.fake import PARAMS, PROMPTS, FakeSidecar, FakeVLLM, engine_of, sample
 
 BOTH = {"weights", "kv_cache"}
 
@@ -23,10 +22,6 @@ BOTH = {"weights", "kv_cache"}
 def sleeping(fake: FakeVLLM, **options) -> SleepingEngine:
     client = engine_of(fake, sleeps=True, **options)
     return SleepingEngine(client, client)
-
-
-def sample(engine) -> list[tuple]:
-    return content(engine.sample(PROMPTS, 2, PARAMS, step=0))
 
 
 def test_the_server_wakes_gets_the_weights_samples_and_sleeps(fake):
@@ -119,12 +114,12 @@ def test_a_server_that_is_lost_in_any_state_is_restarted_and_gets_the_weights(fa
 
 
 def test_a_run_in_sleep_mode_has_the_same_steps_and_evaluations(
-    tiny_base, files, tmp_path, monkeypatch
+    tiny_base, tiny_tokenizer, files, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(gpus, "shares", lambda cfg, world: False)  # which refuses a CPU
     runs = {"awake": [], "asleep": ["--vllm-enable-sleep-mode"]}
     for name, options in runs.items():
-        with FakeVLLM(tiny_config(vocab_size=Tokenizer(tiny_base).vocab_size)) as fake:
+        with FakeVLLM(tiny_config(vocab_size=tiny_tokenizer.vocab_size)) as fake:
             monkeypatch.setattr(feature, "Sidecar", partial(FakeSidecar, fake))
             options += ["--engine", "vllm", "--weight-transport", "memory", "--eval-steps", "2"]
             options += ["--eval-data", str(files / "uneven.jsonl"), "--max-resample-times", "1"]

@@ -11,14 +11,13 @@ import train
 from nanogrpo.extras.options import WEIGHTED
 from nanogrpo.logs.files import checkpoints
 from nanogrpo.model import checkpoint
-from nanogrpo.model.tokenizer import Tokenizer
 from tests.conftest import arguments, one_sentence, steps, tiny_config
 from tests.vllm.fake import FakeVLLM
 
 
 @pytest.fixture
-def fake(tiny_base):
-    with FakeVLLM(tiny_config(vocab_size=Tokenizer(tiny_base).vocab_size)) as server:
+def fake(tiny_tokenizer):
+    with FakeVLLM(tiny_config(vocab_size=tiny_tokenizer.vocab_size)) as server:
         yield server
 
 
@@ -87,10 +86,8 @@ def test_sampling_ahead_keeps_its_bound_and_requests_no_step_beyond_the_last(arg
 
 
 def test_staleness_describes_the_samples_that_are_trained_on(argv, tmp_path):
-    """Every group is sampled again with the current weights, because all rewards are equal."""
-    function = "def f(prompts, **kwargs):\n    return [1.0] * len(prompts)\n"
-    (tmp_path / "reward.py").write_text(function)
-    options = ["--reward-funcs", f"{tmp_path / 'reward.py'}:f", "--max-resample-times", "1"]
+    """Every group is sampled again with the current weights, because all rewards are 0."""
+    options = ["--reward-funcs", "format", "--max-resample-times", "1"]
     assert train.main(argv("--max-staleness", "1", *options)) == 0
     for row in steps(tmp_path):
         assert (row["resampled_groups"], row["staleness/mean"], row["staleness/max"]) == (4, 0, 0)
