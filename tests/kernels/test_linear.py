@@ -7,29 +7,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from nanogrpo.kernels.reference.policy import LossInputs
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanogrpo.kernels import linear as kernel
 from nanogrpo.model import head as ops
+from tests.kernels.traffic import Traffic
 from tests.model.head_inputs import CLIP
 
 T, I, O = 1000, 64, 192
 
 
-class Seen(TorchDispatchMode):
-    """Names of the operations that ran."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def onednn(self) -> int:
-        return sum("mkldnn" in name for name in self.names)
+def by_onednn(seen: Traffic) -> int:
+    return seen.elementwise.names.count("_linear_pointwise")
 
 
 def draw(*shape, seed):
@@ -51,9 +39,9 @@ def test_results_and_gradients_are_as_exact_as_the_blas(bias, rows, dtype):
         return [y, *torch.autograd.grad(y, leaves, up.to(dtype))]
 
     exact = both(F.linear, torch.float64)
-    with Seen() as seen:
+    with Traffic() as seen:
         mine = both(kernel.linear, dtype)
-    assert seen.onednn == 3
+    assert by_onednn(seen) == 3
     for got, blas, true in zip(mine, both(F.linear, dtype), exact, strict=True):
         assert got.dtype == dtype
         error, usual = ((x.double() - true).norm() / true.norm() for x in (got, blas))
@@ -62,12 +50,12 @@ def test_results_and_gradients_are_as_exact_as_the_blas(bias, rows, dtype):
 
 def test_only_the_gradients_that_are_needed_are_computed():
     x, w = draw(T, I, seed=0), draw(O, I, seed=1).requires_grad_()
-    with Seen() as seen:
+    with Traffic() as seen:
         kernel.linear(x, w).sum().backward()
-    assert seen.onednn == 2  # a frozen input has no gradient: the first layer under adapters
-    with Seen() as seen, torch.no_grad():
+    assert by_onednn(seen) == 2  # a frozen input has no gradient: the first layer under adapters
+    with Traffic() as seen, torch.no_grad():
         kernel.linear(x, w)
-    assert seen.onednn == 1
+    assert by_onednn(seen) == 1
 
 
 @pytest.mark.parametrize(("frozen", "kept"), [(0, 0), (1, 1)])
@@ -98,14 +86,6 @@ def test_everything_else_uses_f_linear():
         assert kernel.linear(x, w).dtype == torch.bfloat16
     with torch.backends.mkldnn.flags(enabled=False):
         assert not kernel.by_onednn(x, w)
-    assert "mkldnn::_linear_pointwise" in _names(lambda: kernel.linear(x, w))
-
-
-def _names(function) -> list[str]:
-    """The operations that the profiler sees, inside our own ops too."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        function()
-    return [event.name for event in profile.events()]
 
 
 def test_the_head_uses_the_same_products():
@@ -122,11 +102,10 @@ def test_the_head_uses_the_same_products():
         logp, _ = ops.head_logp(h, w, targets, chunk=100)
         return [loss, logp, *torch.autograd.grad(loss + logp.mean(), (h, w))]
 
-    mine = []
-    names = _names(lambda: mine.extend(step(torch.float32)))
-    assert names.count("mkldnn::_linear_pointwise") == 6 * (3 + 4)  # of each chunk; every product
-    assert "aten::mm" not in names
-    assert "aten::addmm" not in names
+    with Traffic() as seen:
+        mine = step(torch.float32)
+    assert by_onednn(seen) == 6 * (3 + 4)  # of each chunk; every product
+    assert seen.products.names == []
     for got, true in zip(mine, step(torch.float64), strict=True):
         assert (got.double() - true).norm() <= 1e-5 * true.norm()
         assert got.is_contiguous()

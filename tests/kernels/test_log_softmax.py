@@ -15,6 +15,7 @@ from nanogrpo.kernels.triton import log_softmax
 from nanogrpo.kernels import reference
 from tests.conftest import DEVICE
 from tests.kernels.inputs import (
+    DTYPES,
     FEW,
     KINDS,
     ULP,
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("kind", KINDS)
 @given(
     vocab=st.integers(1, 160),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    dtype=st.sampled_from(DTYPES),
     temperature=st.sampled_from([0.3, 1.0, 2.0]),
     wide=st.booleans(),
     seed=st.integers(0, 99),
@@ -59,7 +60,7 @@ def test_log_softmax_is_as_exact_as_eager(vocab, kind, dtype, temperature, wide,
 @pytest.mark.parametrize("kind", KINDS)
 @given(
     vocab=st.integers(1, 120),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    dtype=st.sampled_from(DTYPES),
     temperature=st.sampled_from([0.3, 1.0]),
     wide=st.booleans(),
     seed=st.integers(0, 99),

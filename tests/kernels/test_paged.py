@@ -10,7 +10,7 @@ from nanogrpo.kernels.triton import paged, sample
 
 from nanogrpo.kernels import reference
 from tests.conftest import CUDA, DEVICE
-from tests.kernels.inputs import as_exact_as_eager
+from tests.kernels.inputs import ULP, UNIT, as_exact_as_eager
 
 PAGE = 16
 # first token; last place of a page; first place of a page; several pages
@@ -59,10 +59,11 @@ def test_paged_attention(dtype, H, K, E, programs, window, monkeypatch):
     y = paged.paged_attention(*got, window)
     expected, truth = (reference.paged_attention(*x, window) for x in (eager, exact))
     assert (y.shape, y.dtype) == (expected.shape, dtype)
-    unit = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[dtype]
-    as_exact_as_eager(y, expected, truth, scale=1 + unit / 2.0**-22)
+    as_exact_as_eager(y, expected, truth, scale=1 + UNIT[dtype] / ULP)
     for mine, theirs in zip(got[-2:], exact[-2:]):  # the newest token is in its page
-        torch.testing.assert_close(mine.double(), theirs, rtol=4 * unit, atol=1e-6, equal_nan=True)
+        torch.testing.assert_close(
+            mine.double(), theirs, rtol=4 * UNIT[dtype], atol=1e-6, equal_nan=True
+        )
 
 
 @pytest.mark.parametrize("window", [0, 1, PAGE + 6])

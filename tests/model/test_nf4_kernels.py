@@ -14,7 +14,7 @@ from triton.runtime import interpreter
 from nanogrpo.extras.lora import nf4_kernels, nf4_reference
 from nanogrpo.extras.lora.nf4_reference import NF4, Quantized, midpoints
 from tests.conftest import CUDA, DEVICE
-from tests.kernels.inputs import as_exact_as_eager
+from tests.kernels.inputs import ULP, UNIT, as_exact_as_eager
 from tests.kernels.traffic import Traffic
 
 bnb = pytest.importorskip("bitsandbytes.functional")
@@ -216,8 +216,7 @@ def test_the_product_is_as_exact_as_with_the_dequantized_weight(
         monkeypatch.setattr(nf4_kernels, "PROGRAMS", programs)
         y = nf4_kernels.nf4_matmul(x.to(DEVICE), on(DEVICE, q)).cpu()
         assert (y.shape, y.dtype) == ((rows, outs), dtype)
-        unit = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[dtype]
-        as_exact_as_eager(y, eager, exact, scale=1 + unit / 2.0**-22)
+        as_exact_as_eager(y, eager, exact, scale=1 + UNIT[dtype] / ULP)
 
 
 def test_the_product_keeps_the_bits_of_each_row():
