@@ -334,6 +334,25 @@ def mib(x: float) -> str:
     return f"{x / 2**20:,.0f} MiB"
 
 
+def listed(values: dict[str, float], form: str) -> str:
+    """Return named numbers as text: listed({"a": 0.5, "b": 2}, ".1f") → "a 0.5, b 2.0"."""
+    return ", ".join(f"{name} {x:{form}}" for name, x in values.items())
+
+
+def by_record(cells: Callable[[dict], tuple]) -> Callable[[list[dict]], list[tuple]]:
+    """Return a function that makes one table line of each record: its case, its side, and `cells`
+    of the record or, if the side could not run, the reason.
+    """
+
+    def lines(records: list[dict]) -> list[tuple]:
+        return [
+            (r["case"], r["side"], *((r["why_not"],) if "why_not" in r else cells(r)))
+            for r in records
+        ]
+
+    return lines
+
+
 def table(title: str, columns: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
     """Print a table."""
     out = Table(title=title, title_justify="left")

@@ -175,7 +175,7 @@ def check(device: str, operations: Sequence[str]) -> int:
                 continue
             good = bool(found) and all(error < 1e-4 for error in found.values())
             wrong += name == "nanogrpo" and not good
-            worst = ", ".join(f"{k} {v:.1e}" for k, v in sorted(found.items()))
+            worst = common.listed(dict(sorted(found.items())), ".1e")
             lines.append((case.name, name, "right" if good else "WRONG", worst))
     common.table("errors against float64", ("operation", "side", "", "largest error"), lines)
     return int(wrong > 0)

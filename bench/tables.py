@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bench import common, tables_learning, tables_step
-from bench.common import mib, times
+from bench.common import by_record, listed, mib, times
 
 MISSING = "not yet measured"
 Lines = list[tuple]
@@ -58,7 +58,7 @@ def end_to_end(records: list[dict]) -> Lines:
     lines: Lines = []
     for r in records:
         if "why_not" in r:
-            lines.append((r["case"], r["side"], "cannot run here", *[""] * 6))
+            lines.append((r["case"], r["side"], "cannot run here"))
             continue
         low, high = r["seconds_spread"]
         lines.append(
@@ -71,7 +71,7 @@ def end_to_end(records: list[dict]) -> Lines:
                 r["mean_length"],
                 times(r["speedup_over_trl"]) if r["side"] != "TRL" else "",
                 mib(r["peak_bytes_above_libraries"]),
-                ", ".join(f"{name} {s:.2f}" for name, s in r["phases"].items()),
+                listed(r["phases"], ".2f"),
             )
         )
     return lines
@@ -90,62 +90,46 @@ def cannot(records: list[dict]) -> list[str]:
 NANO_VLLM = ("nanogrpo", "transformers generate_batch", "vLLM")
 
 
-def rollout_speed(records: list[dict]) -> Lines:
-    lines: Lines = []
-    for r in records:
-        if "why_not" in r:
-            lines.append((r["case"], r["side"], r["why_not"], "", ""))
-            continue
-        low, high = (r["tokens"] / s for s in reversed(r["seconds_spread"]))
-        over = times(r["speedup_over_best_generate"])
-        spread = f"{low:,.0f} – {high:,.0f}"
-        lines.append((r["case"], r["side"], r["tokens_per_second"], spread, over))
-    return lines
+@by_record
+def rollout_speed(r: dict) -> tuple:
+    low, high = (r["tokens"] / s for s in reversed(r["seconds_spread"]))
+    over = times(r["speedup_over_best_generate"])
+    return r["tokens_per_second"], f"{low:,.0f} – {high:,.0f}", over
 
 
-def sync_speed(records: list[dict]) -> Lines:
-    return [
-        (
-            r["case"],
-            r["side"],
-            1e3 * r["seconds_median"],
-            1e3 * r["seconds_p95"],
-            r["gigabytes_per_second"],
-            r["bytes"] / 1e6,
-        )
-        for r in records
-    ]
+@by_record
+def sync_speed(r: dict) -> tuple:
+    ms = 1e3 * r["seconds_median"], 1e3 * r["seconds_p95"]
+    return *ms, r["gigabytes_per_second"], r["bytes"] / 1e6
 
 
-def kernel_speed(records: list[dict]) -> Lines:
-    return [
-        (
-            r["case"],
-            r["side"],
-            1e3 * r["seconds_median"],
-            " – ".join(f"{1e3 * s:.3g}" for s in r["seconds_spread"]),
-            1e3 * r["floor_seconds"] if r["floor_seconds"] else "–",
-            r["peak_gib_above_inputs"],
-            r["launches"],
-            ", ".join(f"{name} {error:.1e}" for name, error in sorted(r["errors"].items())),
-        )
-        for r in records
-    ]
+def milliseconds(spread: Sequence[float]) -> str:
+    return " – ".join(f"{1e3 * s:.3g}" for s in spread)
 
 
-def attention_speed(records: list[dict]) -> Lines:
-    lines: Lines = []
-    for r in records:
-        if "why_not" in r:
-            lines.append((r["case"], r["side"], r["why_not"], *[""] * 5))
-            continue
-        ms = 1e3 * r["seconds_median"], 1e3 * r["backward_median"]
-        passes = zip(r["needed_flop"].values(), (r["seconds_median"], r["backward_median"]))
-        tflops = [flop / seconds / 1e12 for flop, seconds in passes]
-        errors = ", ".join(f"{name} {error:.1e}" for name, error in r["errors"].items())
-        spread = " – ".join(f"{1e3 * s:.3g}" for s in r["backward_spread"])
-        lines.append((r["case"], r["side"], ms[0], tflops[0], ms[1], spread, tflops[1], errors))
-    return lines
+@by_record
+def kernel_speed(r: dict) -> tuple:
+    return (
+        1e3 * r["seconds_median"],
+        milliseconds(r["seconds_spread"]),
+        1e3 * r["floor_seconds"] if r["floor_seconds"] else "–",
+        r["peak_gib_above_inputs"],
+        r["launches"],
+        listed(dict(sorted(r["errors"].items())), ".1e"),
+    )
+
+
+@by_record
+def attention_speed(r: dict) -> tuple:
+    forward, backward = r["seconds_median"], r["backward_median"]
+    return (
+        1e3 * forward,
+        r["needed_flop"]["forward"] / forward / 1e12,
+        1e3 * backward,
+        milliseconds(r["backward_spread"]),
+        r["needed_flop"]["backward"] / backward / 1e12,
+        listed(r["errors"], ".1e"),
+    )
 
 
 def soak(records: list[dict]) -> Lines:
@@ -504,7 +488,8 @@ BENCHES = {
 def lines_of(name: str, records: list[dict]) -> Lines:
     """Return the table rows of a benchmark, including wanted rows without a record."""
     bench = BENCHES[name]
-    lines = bench.lines(records)
+    width = len(bench.columns)
+    lines = [(*line, *[""] * (width - len(line))) for line in bench.lines(records)]
     for cells in bench.wanted:
         # Compare only the beginning of a cell.
         # A case may end with its shape, as in "forward N=… V=…".
@@ -513,7 +498,7 @@ def lines_of(name: str, records: list[dict]) -> Lines:
             for line in lines
         )
         if not any(filled):
-            lines.append((*cells, *[MISSING] * (len(bench.columns) - len(cells))))
+            lines.append((*cells, *[MISSING] * (width - len(cells))))
     return lines
 
 

@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from bench.common import REPLAYED, SIDES, mib, times
+from bench.common import REPLAYED, SIDES, listed, mib, times
 
 
 def mean_std(values: Sequence[float]) -> tuple[float, float]:
@@ -48,17 +48,27 @@ def apart(records: list[dict], name: str) -> tuple[float, float]:
     return statistics.fmean(d <= 1 for d in distances), max(distances)
 
 
+def held_out(run: dict) -> list[float]:
+    """Return the accuracies of a run on the held-out problems, in the order of its evaluations."""
+    return [run["held_out"][step] for step in sorted(run["held_out"], key=int)]
+
+
 def seconds_to(record: dict, accuracy: float) -> float | None:
     """Return the training seconds until an evaluation reached `accuracy`, or None."""
     reached = [int(step) for step, value in record["held_out"].items() if value >= accuracy]
     return sum(record["seconds"][: min(reached)]) if reached else None
 
 
+def runs_of(records: list[dict]) -> dict[str, list[dict]]:
+    """Return the runs of each trainer."""
+    return {side: [r for r in records if r["side"] == side and "held_out" in r] for side in SIDES}
+
+
 def alternated(records: list[dict]) -> dict[str, list[dict]]:
     """Return the runs of those seeds that both trainers ran, because only the times of these runs
     can be compared. If only one trainer has runs, all its runs are returned.
     """
-    runs = {side: [r for r in records if r["side"] == side and "held_out" in r] for side in SIDES}
+    runs = runs_of(records)
     both = {r["seed"] for r in runs["nanogrpo"]} & {r["seed"] for r in runs["TRL"]}
     return {side: [r for r in mine if r["seed"] in both] or mine for side, mine in runs.items()}
 
@@ -67,21 +77,26 @@ def show(values: Sequence[float], digits: int) -> str:
     return "{:.{d}f} ± {:.{d}f}".format(*mean_std(values), d=digits)
 
 
+def show_reached(seconds: Sequence[float | None], digits: int) -> str:
+    """Show the seconds of those runs that have reached an accuracy, and the number of others."""
+    reached = [s for s in seconds if s is not None]
+    text = show(reached, digits) if reached else "–"
+    never = len(seconds) - len(reached)
+    return f"{text} ({never} never)" if never else text
+
+
 def learning(records: list[dict]) -> list[tuple]:
     lines = []
     for side in (*SIDES, REPLAYED):
         mine = [r for r in records if r["side"] == side]
         if not mine:
             continue
-        ends = [r["held_out"][max(r["held_out"], key=int)] for r in mine]
+        ends = [held_out(r)[-1] for r in mine]
         reward = [statistics.fmean(r["reward"][-5:]) for r in mine]
         seconds, to90 = "does not sample", ""
         if side in SIDES:
             seconds = show([sum(r["seconds"]) for r in mine], 1)
-            reached = [s for s in (seconds_to(r, 0.9) for r in mine) if s is not None]
-            to90 = show(reached, 1) if reached else "–"
-            if len(reached) < len(mine):
-                to90 += f" ({len(mine) - len(reached)} never)"
+            to90 = show_reached([seconds_to(r, 0.9) for r in mine], 1)
         lines.append((side, len(mine), show(ends, 3), show(reward, 3), seconds, to90))
     return lines
 
@@ -91,13 +106,12 @@ def before_and_after(records: list[dict]) -> list[tuple]:
     lines = []
     for name in dict.fromkeys(r["side"] for r in records):
         mine = [r for r in records if r["side"] == name]
-        held_out = [[r["held_out"][step] for step in sorted(r["held_out"], key=int)] for r in mine]
         lines.append(
             (
                 name,
                 f"{len(mine)} × {mine[0]['steps']} steps",
-                show([h[0] for h in held_out], 3),
-                show([h[-1] for h in held_out], 3),
+                show([held_out(r)[0] for r in mine], 3),
+                show([held_out(r)[-1] for r in mine], 3),
                 show([statistics.fmean(r["reward"][-5:]) for r in mine], 3),
                 show([sum(r["seconds"]) for r in mine], 1),
                 mib(max(r["peak_bytes_above_libraries"] for r in mine)),
@@ -107,22 +121,15 @@ def before_and_after(records: list[dict]) -> list[tuple]:
 
 
 def real_model(records: list[dict]) -> list[tuple]:
-    runs = {side: [r for r in records if r["side"] == side and "held_out" in r] for side in SIDES}
     timed = alternated(records)
     # TRL runs fewer steps than nanogrpo, and the first steps take longer.
     # So only the steps that both trainers ran are compared.
     count = min((r["steps"] for mine in timed.values() for r in mine), default=0)
     first = {side: [s for r in mine for s in r["seconds"][:count]] for side, mine in timed.items()}
     lines = []
-    for side, mine in runs.items():
+    for side, mine in runs_of(records).items():
         if not mine:
             continue
-        held_out = [[r["held_out"][step] for step in sorted(r["held_out"], key=int)] for r in mine]
-        reached = [seconds_to(r, r["held_out"]["0"] + 0.25) for r in timed[side]]
-        sure = [s for s in reached if s is not None]
-        to25 = show(sure, 0) if sure else "–"
-        if len(sure) < len(reached):
-            to25 += f" ({len(reached) - len(sure)} never)"
         over = (
             statistics.median(first["TRL"]) / statistics.median(first[side])
             if first["TRL"]
@@ -141,10 +148,10 @@ def real_model(records: list[dict]) -> list[tuple]:
                 f"{min(seconds):.3g} – {max(seconds):.3g}",
                 times(over) if side != "TRL" else "",
                 mib(max(r["peak_bytes_above_libraries"] for r in mine)),
-                show([h[0] for h in held_out], 3),
-                show([h[-1] for h in held_out], 3),
-                to25,
-                ", ".join(f"{name} {s:.2f}" for name, s in phases.items()),
+                show([held_out(r)[0] for r in mine], 3),
+                show([held_out(r)[-1] for r in mine], 3),
+                show_reached([seconds_to(r, held_out(r)[0] + 0.25) for r in timed[side]], 0),
+                listed(phases, ".2f"),
             )
         )
     return lines
@@ -194,11 +201,8 @@ def rises(records: list[dict]) -> list[str]:
     """Return one note per side that says how much held-out accuracy changes during training."""
     notes = []
     for side in dict.fromkeys(r["side"] for r in records):
-        rise = []
-        for r in records:
-            if r["side"] == side:
-                first, *_, last = (r["held_out"][step] for step in sorted(r["held_out"], key=int))
-                rise.append(100 * (last - first))
+        curves = [held_out(r) for r in records if r["side"] == side]
+        rise = [100 * (values[-1] - values[0]) for values in curves]
         span = f"{min(rise):+.1f} to {max(rise):+.1f} (mean {statistics.fmean(rise):+.1f})"
         notes.append(
             f"In the runs `{side}`, held-out accuracy changes by {span} percentage points."

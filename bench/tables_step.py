@@ -5,50 +5,35 @@ In: records. Out: table lines. Read next: tables.py.
 
 from __future__ import annotations
 
-from bench.common import mib, times
+from bench.common import by_record, listed, mib, times
 
 
-def step_time(records: list[dict]) -> list[tuple]:
-    lines = []
-    for r in records:
-        low, high = r["seconds_spread"]
-        lines.append(
-            (
-                r["case"],
-                r["side"],
-                r["seconds_median"],
-                f"{low:.3g} – {high:.3g}",
-                r["tokens_per_second"],
-                r["computed_tokens"],
-                times(r["speedup_over_trl"]) if r["side"] != "TRL" else "",
-                ", ".join(f"{name} {s:.2f}" for name, s in r["phases"].items()),
-            )
-        )
-    return lines
+@by_record
+def step_time(r: dict) -> tuple:
+    low, high = r["seconds_spread"]
+    return (
+        r["seconds_median"],
+        f"{low:.3g} – {high:.3g}",
+        r["tokens_per_second"],
+        r["computed_tokens"],
+        times(r["speedup_over_trl"]) if r["side"] != "TRL" else "",
+        listed(r["phases"], ".2f"),
+    )
 
 
-def step_large(records: list[dict]) -> list[tuple]:
-    lines: list[tuple] = []
-    for r in records:
-        if "why_not" in r:
-            lines.append((r["case"], r["side"], r["why_not"], *[""] * 6))
-            continue
-        low, high = r["seconds_spread"]
-        ours = r["side"] != "TRL"
-        lines.append(
-            (
-                r["case"],
-                r["side"],
-                f"{r['seconds_median']:.3g} ({low:.3g} – {high:.3g})",
-                r["tokens_per_second"],
-                times(r["speedup_over_trl"]) if ours else "",
-                f"{r['mfu']:.1%}" if r["mfu"] else "–",
-                mib(r["peak_bytes"]),
-                times(r["memory_over_trl"]) if ours else "",
-                f"{r['micro_batches']} micro-batches, checkpointing {r['gradient_checkpointing']}",
-            )
-        )
-    return lines
+@by_record
+def step_large(r: dict) -> tuple:
+    low, high = r["seconds_spread"]
+    ours = r["side"] != "TRL"
+    return (
+        f"{r['seconds_median']:.3g} ({low:.3g} – {high:.3g})",
+        r["tokens_per_second"],
+        times(r["speedup_over_trl"]) if ours else "",
+        f"{r['mfu']:.1%}" if r["mfu"] else "–",
+        mib(r["peak_bytes"]),
+        times(r["memory_over_trl"]) if ours else "",
+        f"{r['micro_batches']} micro-batches, checkpointing {r['gradient_checkpointing']}",
+    )
 
 
 def step_memory(records: list[dict]) -> list[tuple]:
@@ -62,18 +47,15 @@ def step_memory(records: list[dict]) -> list[tuple]:
     return lines
 
 
-def step_trace(records: list[dict]) -> list[tuple]:
-    lines = []
-    for r in records:
-        if parts := r.get("milliseconds"):
-            kinds = dict.fromkeys(kind for counts in parts.values() for kind in counts)
-            sums = {kind: sum(c.get(kind, 0.0) for c in parts.values()) for kind in kinds}
-            account = ", ".join(f"{kind} {ms:.1f}" for kind, ms in sums.items())
-        else:
-            account = (
-                f"{sum(r['launches'].values())} operations, {r['waits']} waits before the update,"
-                f" {r['transfers']} blocking transfers"
-            )
-        over = times(r.get("over_unsharded"))
-        lines.append((r["case"], r["side"], 1e3 * r["seconds_median"], over, account))
-    return lines
+@by_record
+def step_trace(r: dict) -> tuple:
+    if parts := r.get("milliseconds"):
+        kinds = dict.fromkeys(kind for counts in parts.values() for kind in counts)
+        sums = {kind: sum(c.get(kind, 0.0) for c in parts.values()) for kind in kinds}
+        account = listed(sums, ".1f")
+    else:
+        account = (
+            f"{sum(r['launches'].values())} operations, {r['waits']} waits before the update,"
+            f" {r['transfers']} blocking transfers"
+        )
+    return 1e3 * r["seconds_median"], times(r.get("over_unsharded")), account
