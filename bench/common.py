@@ -13,6 +13,7 @@ equally. The tables show the median and the spread of the times. Read next: roll
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -223,6 +224,15 @@ def checkout() -> dict:
     }
 
 
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
+    found = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
 def machine() -> dict:
     """Return the hardware, the versions and the commit, but no host name and no paths."""
     cpu = platform.processor() or platform.machine()
@@ -232,12 +242,7 @@ def machine() -> dict:
             if line.startswith("model name"):
                 cpu = line.split(":", 1)[1].strip()
                 break
-    versions = {"python": platform.python_version()}
-    for package in ("torch", "triton", "transformers", "trl", "vllm"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue  # the versions of installed packages only
+    libraries = versions(("torch", "triton", "transformers", "trl", "vllm"))
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
@@ -245,7 +250,7 @@ def machine() -> dict:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         # a load above the number of threads means that other programs were running
         "load_average": round(os.getloadavg()[0], 2),
-        "versions": versions,
+        "versions": {"python": platform.python_version(), **libraries},
         **checkout(),
     }
 

@@ -73,16 +73,15 @@ def log_softmax_case(count: int, vocab: int, device: str, dtype: torch.dtype) ->
     logits = torch.empty(count, vocab, device=device, dtype=dtype).normal_(0, 3, generator=g)
     targets = torch.randint(vocab, (count,), generator=g, device=device)
 
-    def ours(logits: Tensor, targets: Tensor) -> Results:
-        functions = functions_for(logits.device)
+    def compute(functions: ModuleType, logits: Tensor, targets: Tensor) -> Results:
         logp, entropy, _ = functions.log_softmax_forward(logits, targets, TEMPERATURE)
         return {"logp": logp, "entropy": entropy}
 
+    def ours(logits: Tensor, targets: Tensor) -> Results:
+        return compute(functions_for(logits.device), logits, targets)
+
     def truth(logits: Tensor, targets: Tensor) -> Results:
-        logp, entropy, _ = reference.log_softmax_forward(
-            logits[:ROWS].double(), targets[:ROWS], TEMPERATURE
-        )
-        return {"logp": logp, "entropy": entropy}
+        return compute(reference, logits[:ROWS].double(), targets[:ROWS])
 
     sides = {"nanogrpo": ours, **kernel_peers.log_softmax(device, TEMPERATURE)}
     inputs = {"logits": logits, "targets": targets}

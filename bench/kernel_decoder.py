@@ -8,13 +8,13 @@ kernel_cases.py.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench import kernel_peers
 from nanogrpo.kernels import reference
 
 EPS = 1e-6
@@ -76,10 +76,8 @@ def cases(device: str, small: bool) -> list[Callable[[], dict]]:
             }
             return _both_ways(eager)(**wide)
 
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        absent = "needs a GPU, or TRITON_INTERPRET=1"
         sides = {
-            "nanogrpo": _both_ways(_fused(name)) if device == "cuda" or interpreted else absent,
+            "nanogrpo": kernel_peers.missing("triton", device) or _both_ways(_fused(name)),
             "torch eager": _both_ways(eager),
             "torch.compile": _both_ways(torch.compile(eager))
             if device == "cuda"

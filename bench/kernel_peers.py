@@ -11,7 +11,6 @@ kernel_cases.py.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable
@@ -28,17 +27,7 @@ PACKAGES = (
 )
 
 
-def versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue  # a library that is not installed has no version
-    return found
-
-
-def _missing(module: str, device: str) -> str | None:
+def missing(module: str, device: str) -> str | None:
     """Return the reason why a library with Triton kernels cannot run here, or None if it can."""
     if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return "needs a GPU, or TRITON_INTERPRET=1"
@@ -49,13 +38,31 @@ def _missing_hopper(module: str, device: str) -> str | None:
     """Return the reason why a library with kernels in CuTe cannot run here, or None if it can."""
     if device != "cuda":
         return "needs a GPU"
-    return _missing(module, device) or _missing("cutlass", device)
+    return missing(module, device) or missing("cutlass", device)
 
 
 def eager_log_softmax(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Return log-prob and entropy in float32, computed in plain PyTorch."""
     logp_all = torch.log_softmax(logits.float() / temperature, -1)
     return logp_all.gather(1, targets[:, None]).squeeze(1), -(logp_all.exp() * logp_all).sum(-1)
+
+
+def trl_log_softmax(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return log-prob and entropy, computed by TRL's kernel for eight sequences."""
+    from trl.kernels import selective_log_softmax_and_entropy
+
+    logp, entropy = selective_log_softmax_and_entropy(
+        logits.view(8, -1, logits.shape[-1]), targets.view(8, -1), temperature
+    )
+    return logp.flatten(), entropy.flatten()
+
+
+def textbook_log_softmax(
+    logits: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    from examples import textbook
+
+    return textbook.textbook_log_softmax(logits, targets, temperature)
 
 
 def eager_loss(
@@ -72,22 +79,12 @@ def eager_loss(
 
 
 def log_softmax(device: str, temperature: float) -> Sides:
-    def eager(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        logp, entropy = eager_log_softmax(logits, targets, temperature)
-        return {"logp": logp, "entropy": entropy}
+    def named(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+        def side(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+            logp, entropy = function(logits, targets, temperature)
+            return {"logp": logp, "entropy": entropy}
 
-    compiled_function = torch.compile(eager_log_softmax)
-
-    def compiled(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        logp, entropy = compiled_function(logits, targets, temperature)
-        return {"logp": logp, "entropy": entropy}
-
-    def trl(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        from trl.kernels import selective_log_softmax_and_entropy
-
-        shaped = logits.view(8, -1, logits.shape[-1]), targets.view(8, -1)
-        logp, entropy = selective_log_softmax_and_entropy(*shaped, temperature)
-        return {"logp": logp.flatten(), "entropy": entropy.flatten()}
+        return side
 
     def liger(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
         from liger_kernel.ops.grpo_loss import fused_selective_log_softmax
@@ -97,39 +94,27 @@ def log_softmax(device: str, temperature: float) -> Sides:
         logp = fused_selective_log_softmax(logits[None], targets[None, :-1], temperature)
         return {"logp": logp.flatten()}
 
-    def textbook(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        from examples.textbook import textbook_log_softmax
-
-        logp, entropy = textbook_log_softmax(logits, targets, temperature)
-        return {"logp": logp, "entropy": entropy}
-
+    compiled = named(torch.compile(eager_log_softmax))
     return {
-        "textbook online softmax": _missing("triton", device) or textbook,
-        "torch eager": eager,
+        "textbook online softmax": missing("triton", device) or named(textbook_log_softmax),
+        "torch eager": named(eager_log_softmax),
         "torch.compile": "needs a GPU" if device != "cuda" else compiled,
-        "TRL fused": _missing("trl", device) or trl,
-        "Liger (no entropy)": _missing("liger_kernel", device) or liger,
+        "TRL fused": missing("trl", device) or named(trl_log_softmax),
+        "Liger (no entropy)": missing("liger_kernel", device) or liger,
     }
 
 
 def rows(device: str, temperature: float, epsilon: float) -> Sides:
-    def with_grad(score: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., dict[str, Tensor]]:
+    def with_grad(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., dict]:
         def side(
             logits: Tensor, targets: Tensor, old: Tensor, advantage: Tensor, weight: Tensor
         ) -> dict[str, Tensor]:
             leaf = logits.detach().requires_grad_()
-            logp = score(leaf, targets)
+            logp, _ = function(leaf, targets, temperature)
             loss, _ = eager_loss(logp, old, advantage, weight, epsilon)
             return {"logp": logp, "grad": torch.autograd.grad(loss, leaf)[0]}
 
         return side
-
-    def trl(logits: Tensor, targets: Tensor) -> Tensor:
-        from trl.kernels import selective_log_softmax_and_entropy
-
-        return selective_log_softmax_and_entropy(
-            logits.view(8, -1, logits.shape[-1]), targets.view(8, -1), temperature
-        )[0].flatten()
 
     def liger(
         logits: Tensor, targets: Tensor, old: Tensor, advantage: Tensor, weight: Tensor
@@ -138,8 +123,7 @@ def rows(device: str, temperature: float, epsilon: float) -> Sides:
 
         # Liger takes one advantage per sequence, and does not score the last token of a sequence.
         leaf = logits.detach().view(8, -1, logits.shape[-1]).requires_grad_()
-        vectors = (v.view(8, -1)[:, :-1].contiguous() for v in (old, targets))
-        old, targets = vectors
+        old, targets = (v.view(8, -1)[:, :-1].contiguous() for v in (old, targets))
         settings = dict(
             temperature=temperature, beta=0.0, eps_low=epsilon, eps_high=epsilon, inplace=True
         )
@@ -150,9 +134,9 @@ def rows(device: str, temperature: float, epsilon: float) -> Sides:
         return {"grad": torch.autograd.grad(loss, leaf)[0].view(logits.shape)}
 
     return {
-        "torch eager": with_grad(lambda z, y: eager_log_softmax(z, y, temperature)[0]),
-        "TRL fused + eager loss": _missing("trl", device) or with_grad(trl),
-        "Liger grpo_loss": _missing("liger_kernel", device) or liger,
+        "torch eager": with_grad(eager_log_softmax),
+        "TRL fused + eager loss": missing("trl", device) or with_grad(trl_log_softmax),
+        "Liger grpo_loss": missing("liger_kernel", device) or liger,
     }
 
 
@@ -238,12 +222,12 @@ def head(device: str, temperature: float, epsilon: float) -> Sides:
 
     return {
         "torch plain": with_loss(plain),
-        "TRL chunked head": _missing("trl", device) or with_loss(trl),
-        "Liger fused linear GRPO": _missing("liger_kernel", device) or liger,
+        "TRL chunked head": missing("trl", device) or with_loss(trl),
+        "Liger fused linear GRPO": missing("liger_kernel", device) or liger,
         "Liger, Hopper (no entropy)": _missing_hopper("liger_kernel", device)
         or with_loss(liger_sm90),
         "quack (no entropy)": _missing_hopper("quack", device) or with_loss(quack),
-        "cut-cross-entropy (no entropy)": _missing("cut_cross_entropy", device) or with_loss(cut),
+        "cut-cross-entropy (no entropy)": missing("cut_cross_entropy", device) or with_loss(cut),
     }
 
 
@@ -266,4 +250,4 @@ def nf4(
             return {"out": bitsandbytes.functional.dequantize_4bit(packed, state)}
         return {"out": bitsandbytes.matmul_4bit(x, packed, state)}
 
-    return _missing("bitsandbytes", device) or side
+    return missing("bitsandbytes", device) or side

@@ -20,6 +20,7 @@ kernel_cases.py, which defines the operations and their sides.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 import time
@@ -48,12 +49,13 @@ def errors(case: Case, results: dict[str, Tensor], truth: dict[str, Tensor]) -> 
 
 
 class Inputs:
-    """The inputs of a case. Some implementations overwrite inputs, and `restore` resets these
-    inputs to their original values.
+    """The inputs of a case, and its results in float64. Some implementations overwrite inputs, and
+    `restore` resets these inputs to their original values.
     """
 
     def __init__(self, case: Case):
         self.case = case
+        self.truth = {name: value.detach() for name, value in case.truth(**case.inputs).items()}
         self.pristine = {name: case.inputs[name].clone() for name in case.restore}
 
     def restore(self) -> None:
@@ -61,12 +63,21 @@ class Inputs:
             self.case.inputs[name].copy_(value)
 
 
+def seconds_of(work: Callable[[], object]) -> float:
+    """Return how long the GPU works."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
 def measure(case: Case, budget: float) -> dict[str, tuple[common.Timing, dict]]:
     """Time all sides of the case, for about `budget` seconds in total.
 
     Returns the times of each side, and its errors, peak memory and number of launches.
     """
-    truth = {name: value.detach() for name, value in case.truth(**case.inputs).items()}
     inputs = Inputs(case)
     flush = torch.empty(4 * 2**30, dtype=torch.int8, device="cuda")  # far larger than the L2 cache
     runnable = {name: side for name, side in case.sides.items() if callable(side)}
@@ -96,7 +107,7 @@ def measure(case: Case, budget: float) -> dict[str, tuple[common.Timing, dict]]:
         torch.cuda.synchronize()
         peak = (torch.cuda.max_memory_allocated() - before) / 2**30
         figures[name] = {
-            "errors": errors(case, results, truth),
+            "errors": errors(case, results, inputs.truth),
             "peak_gib_above_inputs": round(peak, 3),
         }
         del results
@@ -113,12 +124,7 @@ def measure(case: Case, budget: float) -> dict[str, tuple[common.Timing, dict]]:
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             prepare()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            runnable[name](**case.inputs)
-            end.record()
-            end.synchronize()
-            seconds[name].append(start.elapsed_time(end) / 1e3)
+            seconds[name].append(seconds_of(functools.partial(runnable[name], **case.inputs)))
         turn += 1
     return {name: (common.Timing(seconds[name]), figures[name]) for name in runnable}
 
@@ -129,18 +135,10 @@ def ceilings() -> dict[str, float]:
     target = torch.empty_like(source)
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 
-    def seconds_of(work: Callable[[], object]) -> float:
-        seconds = []
-        for _ in range(13):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            work()
-            end.record()
-            end.synchronize()
-            seconds.append(start.elapsed_time(end) / 1e3)
-        return statistics.median(seconds[3:])
-
-    copied, multiplied = seconds_of(lambda: target.copy_(source)), seconds_of(lambda: a @ b)
+    copied, multiplied = (
+        statistics.median([seconds_of(work) for _ in range(13)][3:])
+        for work in (lambda: target.copy_(source), lambda: a @ b)
+    )
     return {"bytes": 2 * source.nbytes / copied, "flop": 2 * 8192**3 / multiplied}
 
 
@@ -158,7 +156,6 @@ def check(device: str, operations: Sequence[str]) -> int:
     wrong, lines = 0, []
     for make in chosen(device, True, operations):
         case = make()
-        truth = {name: value.detach() for name, value in case.truth(**case.inputs).items()}
         inputs = Inputs(case)
         for name, side in case.sides.items():
             if isinstance(side, str):
@@ -166,7 +163,7 @@ def check(device: str, operations: Sequence[str]) -> int:
                 continue
             inputs.restore()
             try:
-                found = errors(case, side(**case.inputs), truth)
+                found = errors(case, side(**case.inputs), inputs.truth)
             except Exception as problem:
                 if name == "nanogrpo":
                     raise
@@ -218,7 +215,7 @@ def main(argv: Sequence[str]) -> int:
                 "shape": case.shape,
                 "floor_seconds": floor,
                 "ceilings": most,
-                "peer_versions": kernel_peers.versions(),
+                "peer_versions": common.versions(kernel_peers.PACKAGES),
             }
             records.append(common.record("kernel_speed", label, name, argv, timing, **figures))
         left_out += [
