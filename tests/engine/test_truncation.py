@@ -20,8 +20,7 @@ from nanogrpo.grpo import loss, packing
 from nanogrpo.grpo.schedule import plan
 from nanogrpo.model.decoder import logits
 from tests.conftest import one_sentence, positions_of, tiny_model
-from tests.engine.small import make_engine
-from tests.engine.test_local import make_prompts
+from tests.engine.small import make_engine, make_prompts
 
 T = 0.8
 FILTERS = [

@@ -12,12 +12,12 @@ import torch
 
 import train
 from nanogrpo.engine.base import SamplingParams
-from nanogrpo.engine.local import LocalEngine
 from nanogrpo.extras.tools.turns import TurnsEngine
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.rewards import plugin
 from nanogrpo.types import Prompt
 from tests.conftest import SOLO, logp_alone, refused, tiny_model
+from tests.engine.small import make_engine
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +31,7 @@ PARAMS = SamplingParams(max_tokens=16, stop_token_ids=(3,), seed=5)
 
 
 def engine_of(tokenizer, function=None):
-    model = tiny_model(vocab_size=tokenizer.vocab_size)
-    engine = LocalEngine(model.cfg, max_len=32, device="cpu")
-    engine.load(model, 7)
+    engine = make_engine(tiny_model(vocab_size=tokenizer.vocab_size), max_len=32)
     if function is None:
         return engine
     return TurnsEngine(engine, function, tokenizer, tokenizer.vocab_size, SOLO.gather)

@@ -107,7 +107,7 @@ def test_a_run_begins_with_its_sizes_and_ends_with_its_checkpoint(
     with caplog.at_level("INFO", logger="nanogrpo"):
         assert train.main(argv) == 0
     messages = [record.getMessage() for record in caplog.records]
-    assert messages[0].startswith("computing on cpu in float32")
+    assert messages[0].startswith("computing on cpu in float32: PyTorch functions")
     first, second = messages[1].splitlines()
     assert first == (
         "12 prompts and 9 held-out prompts; with 4 per step, an epoch is 3 steps, and this run"

@@ -13,13 +13,13 @@ from nanogrpo.kernels.reference.policy import Clip, LossInputs
 from torch import Tensor
 
 from nanogrpo.engine.base import SamplingParams
-from nanogrpo.engine.local import LocalEngine
 from nanogrpo.extras import head_dtype
 from nanogrpo.extras.bitwise import swapped
 from nanogrpo.model import dispatch
 from nanogrpo.model import head as ops
 from nanogrpo.types import Prompt
 from tests.conftest import DEVICE, tiny_model
+from tests.engine.small import make_engine
 
 T, M, V, D = 0.7, 40, 300, 64
 device = torch.device(DEVICE)
@@ -92,8 +92,7 @@ def test_logits_and_gradients_are_those_of_trl(kernels, dtype, monkeypatch):
 
 
 def test_the_engine_samples_from_unrounded_logits():
-    engine = LocalEngine(tiny_model().cfg, max_len=32, device="cpu", dtype=torch.bfloat16)
-    engine.load(tiny_model(std=0.3), 0)
+    engine = make_engine(tiny_model(std=0.3), max_len=32, dtype=torch.bfloat16)
     head_dtype.HeadDtype().wrap(engine, mock.Mock())
     hidden: list[Tensor] = []
     engine.model.model.register_forward_hook(lambda *call: hidden.append(call[-1]))

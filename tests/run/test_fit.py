@@ -177,12 +177,6 @@ def test_a_server_on_the_same_gpu_is_counted_but_is_not_the_trainers(has):
     assert sizes == [2 * n + (8000 + PAGE) * token + memory.MARGIN, 0, 0]
 
 
-def test_the_capacity_of_a_gpu_is_what_others_leave_free(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * GIB, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
-    assert memory.capacity(fits.gpus(1))[0] == 53 * GIB
-
-
 @pytest.mark.parametrize(
     "cfg",
     [

@@ -1,4 +1,5 @@
-"""--kernels and --full-determinism: what a run chooses, and logs before it starts.
+"""--kernels and --full-determinism: what a run chooses. tests/logs/test_progress.py has the line
+that a run logs before it starts.
 
 Read next: tests/model/test_fused.py (the kernels in a model), tests/model/test_attention.py (the
 backends of attention).
@@ -6,7 +7,6 @@ backends of attention).
 
 import importlib.util
 import logging
-import re
 
 import pytest
 import torch
@@ -58,10 +58,3 @@ def test_triton_without_a_gpu_is_one_sentence(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with refused(r"^--kernels triton needs a GPU.*: use --kernels auto\.$"):
         parts.choose_kernels(Config(kernels="triton"), SOLO, 128, torch.float32)
-
-
-def test_a_run_logs_the_line_before_its_first_step(rows_of, caplog):
-    with caplog.at_level(logging.INFO, "nanogrpo"):
-        rows_of("--max-steps 1 --kernels torch")
-    lines = [r.getMessage() for r in caplog.records]
-    assert sum(bool(re.match("computing on cpu in float32: PyTorch", line)) for line in lines) == 1

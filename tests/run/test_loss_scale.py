@@ -33,7 +33,7 @@ def in_float16(start: float):
 
 
 def backward(model, cfg: Config, factor: float = 1.0) -> None:
-    batch = random_batch([(3, 9), (5, 4), (2, 14)], off_policy=True)
+    batch = random_batch([(3, 9), (5, 4), (2, 14)])
     batch.weight = batch.weight / 1e5  # as in a step of a million tokens
     batch.entropy_weight = batch.weight / 2
     features = [Objectives(cfg)] if cfg.needs_two_phases else []

@@ -34,7 +34,7 @@ def test_overwriting_removes_nothing_before_all_checks_pass(
     rows_of, tiny_base, files, tmp_path, capsys
 ):
     rows_of("--max-steps 1")
-    before = sorted(p for p in tmp_path.rglob("*"))
+    before = sorted(tmp_path.rglob("*"))
     again = arguments(tiny_base, files, tmp_path, "--overwrite-output-dir", "--max-steps", "1")
     assert train.main([*again, "--data", str(files / "broken.jsonl")]) == 2
     assert train.main([*again, "--model", str(tmp_path / "checkpoint-1")]) == 2
@@ -42,6 +42,6 @@ def test_overwriting_removes_nothing_before_all_checks_pass(
         "checkpoint-1, which this run reads: choose another --output-dir."
         in capsys.readouterr().err.splitlines()[-1]
     )
-    assert sorted(p for p in tmp_path.rglob("*")) == before
+    assert sorted(tmp_path.rglob("*")) == before
     assert train.main([*again, "--seed", "1"]) == 0
     assert lines(tmp_path)[0]["run"]["seed"] == 1

@@ -11,22 +11,19 @@ import torch
 
 from nanogrpo import Config
 from nanogrpo.engine.base import SamplingParams
-from nanogrpo.engine.local import LocalEngine
 from nanogrpo.extras import chat, commands
 from nanogrpo.extras.tools.turns import TurnsEngine
 from nanogrpo.extras.vision.model import VisionDecoder
 from tests.conftest import logp_of
+from tests.engine import small
 from tests.vision.base import load, prompts, write_data
 
 MAX_LEN = 96
 PARAMS = SamplingParams(max_tokens=24, stop_token_ids=range(9), seed=5)
 
 
-def make_engine(base, **kwargs) -> LocalEngine:
-    model = load(base)
-    engine = LocalEngine(model.cfg, decoder=VisionDecoder, max_len=MAX_LEN, device="cpu", **kwargs)
-    engine.load(model, version=7)
-    return engine
+def make_engine(base, **options):
+    return small.make_engine(load(base), decoder=VisionDecoder, max_len=MAX_LEN, **options)
 
 
 def same(samples, expected) -> None:

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from nanogrpo.engine.base import SamplingParams
-from nanogrpo.model.attention import StripAttention
 from nanogrpo.model.decoder import Decoder, logits
 from nanogrpo.model.head import HeadOp
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import Server, Sidecar
+from tests.conftest import positions_of
 from tests.ranks import alive
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,9 +106,8 @@ def trainer_logp(
 ) -> torch.Tensor:
     """Return the trainer's log-probs of a completion, [tokens] float32."""
     ids = torch.tensor(sample.prompt.token_ids + sample.token_ids)  # [T]
-    attend = StripAttention(torch.tensor([0, len(ids)], dtype=torch.int32), len(ids))
     images = [(0, sample.prompt.inputs)] if sample.prompt.inputs else []
-    scores = model(ids, torch.arange(len(ids)), attend, None, head, *images).float()  # [T, V]
+    scores = model(ids, *positions_of([len(ids)]), None, head, *images).float()  # [T, V]
     logp = (scores / (temperature or 1.0)).log_softmax(-1)
     return logp[len(sample.prompt.token_ids) - 1 : -1].gather(
         1, torch.tensor(sample.token_ids)[:, None]
