@@ -19,14 +19,14 @@ import dataclasses
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from nanogrpo.kernels.reference.attention import Strip, attention
 from torch import Tensor
 
 from bench import common, tables
-from bench.step_large import CASE, forward_flops
+from bench.step_large import CASE, forward_flops, pairs_of
 from bench.step_sides import options_of, strips
 from nanogrpo.extras import two_calls  # noqa: F401 (adds backends)
 from nanogrpo.model.attention import StripAttention
@@ -45,9 +45,7 @@ def work_of(shape: common.ModelConfig, scale: float, device: str) -> tuple[Work,
     generator = torch.Generator(device).manual_seed(0)
     work, pairs = [], 0.0
     for batch in strips(samples, cfg, shape.pair_cost):
-        q = batch.cu_seqlens.diff().double()  # [N]
-        k = q if batch.kv_cu_seqlens is None else batch.kv_cu_seqlens.diff().double()  # [N]
-        pairs += (q * (k - q) + q * (q + 1) / 2).sum().item()
+        pairs += pairs_of(batch)
         batch = batch.to(device)
         strip = StripAttention(
             batch.cu_seqlens, batch.max_len, batch.kv_rows, batch.kv_cu_seqlens, batch.kv_max_len
@@ -157,19 +155,17 @@ def main(argv: Sequence[str]) -> int | list[dict]:
                 raise
             reasons[name] = f"{type(problem).__name__}: {problem}"[:200]
             del sides[name]
-    passes: dict[str, dict[str, Callable[[], object]]] = {
-        "forward": {name: side.forward for name, side in sides.items()},
-        "backward": {name: side.backward for name, side in sides.items()},
-    }
-    timings = {
-        what: common.interleave(calls, args.repeats, 2 if device == "cuda" else 0, what)
-        for what, calls in passes.items()
-    }
+    warmup = 2 if device == "cuda" else 0
+    timings = {}
+    for what in ("forward", "backward"):  # first forward, whose outputs the backward pass needs
+        calls = {name: getattr(side, what) for name, side in sides.items()}
+        timings[what] = common.interleave(calls, args.repeats, warmup, what)
     records = []
     for name in BACKENDS:
         if name in reasons:
-            why_not = reasons[name]
-            records.append(common.record("attention_speed", label, name, argv, why_not=why_not))
+            records.append(
+                common.record("attention_speed", label, name, argv, why_not=reasons[name])
+            )
             continue
         forward, backward = (timings[what][name] for what in ("forward", "backward"))
         figures[name] |= {

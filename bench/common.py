@@ -26,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -86,13 +86,13 @@ def add_alone(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_cases(parser: argparse.ArgumentParser, cases: Sequence[str]) -> None:
+def add_cases(parser: argparse.ArgumentParser, cases: Collection[str]) -> None:
     """Add the option `--cases`, which selects the cases to run."""
     parser.add_argument(
         "--cases",
         nargs="*",
         default=list(cases),
-        choices=list(cases),
+        choices=cases,
         metavar="CASE",
         help=f"cases to run (default: all of {'; '.join(cases)})".replace("%", "%%"),
     )

@@ -247,11 +247,8 @@ def main(argv: Sequence[str]) -> list[dict]:
             if args.vllm:
                 records.append(common.record("end_to_end", label, "TRL", argv, why_not=NO_VLLM))
             # Results are written after each case, so an interrupted run keeps them.
-            path = common.merge("end_to_end", records, args.out)
-    records = common.read("end_to_end", args.out)
-    tables.show("end_to_end", records)
-    print(f"results: {path}")
-    return records
+            common.merge("end_to_end", records, args.out)
+    return tables.report("end_to_end", args.out)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import common, learning, real_model, runs, tables, tables_learning
+from bench import common, learning, real_model, runs, tables
 from nanogrpo import Config
 from nanogrpo.extras.arithmetic import warmup
 
@@ -48,12 +48,7 @@ def draw(records: list[dict], path: Path) -> None:
     for column, case in zip(axes.T, cases):
         for colour, side in enumerate(SIDES):
             mine = [r for r in records if r["side"] == f"{case}, {side}"]
-            for axis, name in zip(column, ("reward", "held_out")) if mine else ():
-                x, mean, std = tables_learning.curve(mine, name)
-                low, high = ([m + sign * s for m, s in zip(mean, std)] for sign in (-1, 1))
-                axis.plot(x, mean, color=f"C{colour}", label=f"{side}, {len(mine)} seeds")
-                axis.fill_between(x, low, high, color=f"C{colour}", alpha=0.2, linewidth=0)
-                axis.legend(fontsize=9)
+            learning.draw_side(column, mine, f"C{colour}", side)
         column[0].set_title(case, fontsize=10)
         column[1].set_xlabel("step")
     axes[0, 0].set_ylabel("training reward")
@@ -80,8 +75,7 @@ def main(argv: Sequence[str]) -> list[dict]:
     records = [] if args.afresh else common.read("four_bits", args.out)
     if not args.redraw:
         if not args.base.exists():
-            args.base.parent.mkdir(parents=True, exist_ok=True)
-            warmup.make_base(args.base, seed=0)
+            warmup.make_base(args.base)
         if args.real_seeds:
             real_model.prepare(options("135M", "4 bits", 0, args))
 

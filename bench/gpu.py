@@ -14,7 +14,6 @@ are not installed are left out of the comparison. Read next: kernel_speed.py, st
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import statistics
@@ -27,6 +26,7 @@ from pathlib import Path
 import torch
 
 from bench import common, readme
+from nanogrpo.logs.files import read_records
 
 LIMIT = 600  # seconds per stage
 # Files with tests marked `gpu`, and files with tests that compile kernels if there is a GPU. These
@@ -121,8 +121,7 @@ def run(stage: str, out: Path, limit: float = LIMIT) -> dict:
 
 def trained(log: Path) -> dict[str, float]:
     """Return the medians of some metrics over all steps except the first, which is a warm-up."""
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
-    steps = [row for row in rows if "step_time" in row][1:]
+    steps = [row for row in read_records(log) if "step_time" in row][1:]
     names = ("step_time", "tokens_per_second", "sampling/k3", "memory/peak_gib")
     return {n: statistics.median(r[n] for r in steps) for n in names if steps and n in steps[0]}
 
@@ -133,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
         "--stages",
         nargs="*",
         default=list(STAGES),
-        choices=list(STAGES),
+        choices=STAGES,
         metavar="STAGE",
         help=f"stages to run (default: {', '.join(STAGES)})",
     )

@@ -192,7 +192,7 @@ def main(argv: Sequence[str]) -> int:
         "--operations",
         nargs="*",
         default=list(OPERATIONS),
-        choices=list(OPERATIONS),
+        choices=OPERATIONS,
         help=f"operations to measure (default: {' '.join(OPERATIONS)})",
     )
     args = parser.parse_args(argv)

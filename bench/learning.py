@@ -45,6 +45,23 @@ SETTINGS = {
 COLOURS = {"nanogrpo": "C0", "TRL": "C1"}
 
 
+def draw_band(
+    axis, x: Sequence[float], mean: list[float], std: list[float], color: str, label: str
+) -> None:
+    """Plot a mean curve, and an area of one standard deviation around it."""
+    low, high = ([m + sign * s for m, s in zip(mean, std)] for sign in (-1, 1))
+    axis.plot(x, mean, color=color, label=label)
+    axis.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
+
+
+def draw_side(axes, records: list[dict], color: str, side: str) -> None:
+    """Plot the reward (left or top axis) and the held-out accuracy of a side by step."""
+    for axis, name in zip(axes, ("reward", "held_out")) if records else ():
+        curve = tables_learning.curve(records, name)
+        draw_band(axis, *curve, color, f"{side}, {len(records)} seeds")
+        axis.legend(fontsize=9)
+
+
 def draw(records: list[dict], path: Path) -> None:
     """Plot rewards (top) and held-out accuracy (bottom), by step (left) and by second (right)."""
     figure, axes = common.subplots(2, 2, figsize=(10, 6.5), sharey="row")
@@ -59,10 +76,8 @@ def draw(records: list[dict], path: Path) -> None:
             seconds = [
                 statistics.fmean(sum(r["seconds"][:step]) for r in timed[side]) for step in x
             ]
-            low, high = ([m + sign * s for m, s in zip(mean, std)] for sign in (-1, 1))
-            for axis, at in ((left, x), (right, seconds)):
-                axis.plot(at, mean, color=colour, label=label, linewidth=1.5)
-                axis.fill_between(at, low, high, color=colour, alpha=0.2, linewidth=0)
+            draw_band(left, x, mean, std, colour, label)
+            draw_band(right, seconds, mean, std, colour, label)
     axes[0, 0].set_ylabel("training reward")
     axes[1, 0].set_ylabel("held-out accuracy (greedy)")
     axes[1, 0].set_xlabel("step")
@@ -90,8 +105,7 @@ def main(argv: Sequence[str]) -> list[dict]:
     records = [] if args.afresh else common.read("learning", args.out)
     if not args.redraw:
         if not args.base.exists():
-            args.base.parent.mkdir(parents=True, exist_ok=True)
-            warmup.make_base(args.base, seed=0)
+            warmup.make_base(args.base)
         same = {
             "steps": args.steps,
             "eval_steps": args.eval_steps,

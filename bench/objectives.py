@@ -21,7 +21,6 @@ rows use the same runs. Read next: docs/objectives.md, nanogrpo/extras/objective
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import math
 import multiprocessing
@@ -45,6 +44,7 @@ from bench import common, real_model
 from bench.learning import fingerprint
 from nanogrpo.extras import commandline, completions
 from nanogrpo.extras.arithmetic import warmup
+from nanogrpo.logs.files import read_records
 
 # Options of the word problems. Evaluations sample four answers to each of 120 problems.
 # The accuracy of 480 sampled answers has half the noise of the accuracy of 120 answers.
@@ -337,9 +337,8 @@ def run_case(base: str, options: str, seed: int) -> dict:
         if status := train.main(shlex.split(argv)):
             raise RuntimeError(f"train.py ended with status {status}: {argv}")
         seconds = time.perf_counter() - began
-        log = (Path(where) / "metrics.jsonl").read_text().splitlines()[1:]
+        lines = [*read_records(Path(where) / "metrics.jsonl")]
     torch.cuda.empty_cache()  # leave memory for other workers on the same GPU
-    lines = [json.loads(line) for line in log]
     steps = [line for line in lines if "loss" in line]
     evaluations = [line for line in lines if "eval/after" in line]
     accuracy = next(name for name in steps[0] if name.startswith("rewards/"))  # the first reward's

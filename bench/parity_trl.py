@@ -157,10 +157,8 @@ def main(argv: Sequence[str]) -> list[dict]:
                     largest_metric=max(metrics, default=0.0),
                 )
             )
-    path = common.write("parity_trl", records, args.out)
-    tables.show("parity_trl", records)
-    print(f"results: {path}")
-    return records
+    common.write("parity_trl", records, args.out)
+    return tables.report("parity_trl", args.out)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from nanogrpo.kernels.reference.policy import Clip, LossInputs
 from torch import Tensor
 
 from bench import common, cost, end_to_end, runs, tables
+from bench.step_large import pairs_of
 from nanogrpo import Config
 from nanogrpo.engine import sampler
 from nanogrpo.engine.base import SamplingParams
@@ -122,10 +123,9 @@ def training(c: ModelConfig, samples: list[Sample], layer: cost.Layer) -> dict[s
     products = [backward(linear.linear, rand(T, i), rand(o, i)) for i, o in shapes(c)]
     flops = 6 * T * c.block_weights / sum(products)
 
-    queries, bounds = batch.cu_seqlens, (batch.kv_rows, batch.kv_cu_seqlens, batch.kv_max_len)
-    attend = StripAttention(queries, batch.max_len, *bounds)
-    n, m = (x.diff().double() for x in (queries, attend.bounds.cu_k))  # queries and keys
-    pairs = (n * (m - n) + n * (n + 1) / 2).sum().item()
+    attend = StripAttention(
+        batch.cu_seqlens, batch.max_len, batch.kv_rows, batch.kv_cu_seqlens, batch.kv_max_len
+    )
     heads = [rand(T, n, E) for n in (c.num_attention_heads, *2 * [c.num_key_value_heads])]
     seconds_of_attention = backward(lambda *qkv: attend(0, *qkv), *heads)
 
@@ -147,7 +147,7 @@ def training(c: ModelConfig, samples: list[Sample], layer: cost.Layer) -> dict[s
     )
     return {
         "flops": flops,
-        "attention": 14 * c.num_attention_heads * E * pairs / seconds_of_attention,
+        "attention": 14 * c.num_attention_heads * E * pairs_of(batch) / seconds_of_attention,
         "bandwidth": T * (layer.forward_bytes + layer.backward_bytes) / rest,
         # the three matrix products are left out here, because they are counted separately
         "loss": max(head / (M * V) - 6 * D / flops, 1e-15),
@@ -261,16 +261,13 @@ def main(argv: Sequence[str]) -> list[dict]:
         prompt_length=(64, "tokens per prompt"),
         longest=(128, "length limit of the completions"),
     )
-    common.add_cases(parser, list(SIZES))
+    common.add_cases(parser, SIZES)
     args = parser.parse_args(argv)
     args.shape = "small"  # on the CPU
     torch.set_num_threads(args.threads)
     for size in args.cases:
-        path = common.merge("plan", [measure(size, args, argv)], args.out)
-    records = common.read("plan", args.out)
-    tables.show("plan", records)
-    print(f"results: {path}")
-    return records
+        common.merge("plan", [measure(size, args, argv)], args.out)
+    return tables.report("plan", args.out)
 
 
 if __name__ == "__main__":

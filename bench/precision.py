@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ from bench import common, objectives, runs
 from nanogrpo.extras.api import Given, loop
 from nanogrpo.extras.arithmetic import task, warmup
 from nanogrpo.feature import Feature
+from nanogrpo.logs.files import read_records
 from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
 
@@ -108,7 +108,7 @@ def run(side: str, options: str) -> dict:
     with tempfile.TemporaryDirectory() as where:
         argv = f"{options} {SIDES[side.removeprefix(WIDE)]} --output-dir {where}".split()
         assert not loop()["main"](argv, Given(features=lambda cfg: features)), side
-        lines = [json.loads(x) for x in (Path(where) / "metrics.jsonl").read_text().splitlines()]
+        lines = [*read_records(Path(where) / "metrics.jsonl")]
     steps = [x for x in lines if "reward" in x]
     accuracy = "eval/rewards/accuracy_reward"
     return {

@@ -361,7 +361,7 @@ def main(argv: Sequence[str]) -> list[dict]:
     )
     parser.add_argument(
         "--shape",
-        choices=list(common.LARGE),
+        choices=common.LARGE,
         help="compare on a GPU, with a model of this size; without the case even",
     )
     common.add_cases(parser, CASES)
@@ -394,10 +394,8 @@ def main(argv: Sequence[str]) -> list[dict]:
             peers = {} if args.alone else generators(kind, model, args, stack)
             case = "nano-vllm, small" if kind == "nano-vllm" else kind
             records += measure(case, kind, engines, peers, model, args, argv)
-    path = common.write("rollout_speed", records, args.out)
-    tables.show("rollout_speed", records)
-    print(f"results: {path}")
-    return records
+    common.write("rollout_speed", records, args.out)
+    return tables.report("rollout_speed", args.out)
 
 
 if __name__ == "__main__":

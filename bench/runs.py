@@ -42,6 +42,7 @@ from nanogrpo.engine.local import LocalEngine
 from nanogrpo.errors import UserError
 from nanogrpo.extras.arithmetic.feature import Arithmetic
 from nanogrpo.extras.rewards import Rewards
+from nanogrpo.logs.files import read_records
 from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.rewards.scorer import Scorer
@@ -228,8 +229,7 @@ def ours(cfg: Config, sampled: list[list[Sample]] | None = None) -> dict:
     ):
         if train.main(arguments(cfg)):
             raise SystemExit(2)  # train.main has printed the error
-    log = (Path(cfg.output_dir) / "metrics.jsonl").read_text().splitlines()
-    lines = [json.loads(line) for line in log]
+    lines = [*read_records(Path(cfg.output_dir) / "metrics.jsonl")]
     steps = [line for line in lines if "reward" in line]
     evaluations = [line for line in lines if "eval/after" in line]
     phases = [name for name in steps[0] if name.startswith("time/")]

@@ -201,11 +201,11 @@ class Run:
         launcher = self.torchrun.pid if self.torchrun else 0
         return [pid for pid, command in commands.items() if part in command and pid != launcher]
 
-    def wait_for(self, who: str) -> list[int]:
-        """Wait for processes of a kind and return them, or [] if the run ends first."""
+    def choose(self, who: str, rng: random.Random) -> list[int]:
+        """Wait for processes of a kind. Return one of them, or [] if the run ends first."""
         while not (found := self.find(who)) and self.alive():
             time.sleep(0.02)
-        return found
+        return found and [rng.choice(found)]
 
     def kill(self) -> None:
         """Kill all processes that are left."""
@@ -299,8 +299,7 @@ def sends(who: str, *numbers: int) -> Strike:
     """Return a fault that sends one of these signals to one process of a kind."""
 
     def strike(run: Run, rng: random.Random):
-        found = run.wait_for(who)
-        signal_to(found and [rng.choice(found)], rng.choice(numbers))
+        signal_to(run.choose(who, rng), rng.choice(numbers))
         if who == "server" and run.server:  # the fake server restarts without weights
             run.server.process.join()
             time.sleep(rng.uniform(0, 3))
@@ -316,8 +315,7 @@ def suspends(who: str, hang: float = 0.0) -> Strike:
     """
 
     def strike(run: Run, rng: random.Random):
-        found = run.wait_for(who)
-        chosen = found and [rng.choice(found)]
+        chosen = run.choose(who, rng)
         signal_to(chosen, signal.SIGSTOP)
         time.sleep(rng.choice([0.5, hang or run.mode.hang]))
         signal_to(chosen, signal.SIGCONT)

@@ -123,12 +123,14 @@ def needed_flops(c: ModelConfig, batches: Sequence[PackedBatch]) -> float:
     prompt once.
     """
     tokens, trained = sum(len(b.tokens) for b in batches), sum(len(b.rows) for b in batches)
-    pairs = 0.0
-    for b in batches:
-        q = b.cu_seqlens.diff().double()  # [N]
-        k = q if b.kv_cu_seqlens is None else b.kv_cu_seqlens.diff().double()  # [N]
-        pairs += (q * (k - q) + q * (q + 1) / 2).sum().item()
-    return 3 * forward_flops(c, tokens, trained, pairs)
+    return 3 * forward_flops(c, tokens, trained, sum(map(pairs_of, batches)))
+
+
+def pairs_of(batch: PackedBatch) -> float:
+    """Return the number of (query, visible key) pairs of a strip."""
+    q = batch.cu_seqlens.diff().double()  # [N]
+    k = q if batch.kv_cu_seqlens is None else batch.kv_cu_seqlens.diff().double()  # [N]
+    return (q * (k - q) + q * (q + 1) / 2).sum().item()
 
 
 def peak_flops(device: str | None) -> float | None:
@@ -140,16 +142,18 @@ def peak_flops(device: str | None) -> float | None:
     return known[0] if known and not words & SLOWER else None
 
 
-def write_model(shape: ModelConfig, folder: Path, device: str) -> None:
-    """Write random bfloat16 weights. The weights are created directly on the device, which is
-    faster. The allocator reads its settings when it is first used, so they are set here, as in a
+def write_model(
+    shape: ModelConfig, folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> None:
+    """Write random weights and a tokenizer. The weights are created directly on the device, which
+    is faster. The allocator reads its settings when it is first used, so they are set here, as in a
     run.
     """
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     tokenizer = warmup.write_tokenizer(folder)
     torch.manual_seed(0)
     with torch.device(device):
-        model = Decoder(shape).bfloat16()
+        model = Decoder(shape).to(dtype)
     checkpoint.export(model, folder, tokenizer)
 
 
@@ -235,7 +239,7 @@ def measure(
 
     found, records = {}, []
     with tempfile.TemporaryDirectory() as where:
-        write_model(shape, Path(where), cfg.device)
+        write_model(shape, Path(where), torch.bfloat16, cfg.device)
         for name in sides:
             found[name] = first_that_fits(name, Path(where), cfg, samples, repeats)
             norms = {s: r[1]["gradient_norm"] for s, r in found.items() if not isinstance(r, str)}
@@ -252,7 +256,4 @@ def main(
     """Run `python -m bench.step_time --shape NAME`."""
     shape = common.large_qwen3(name, CASE.prompt + CASE.longest)
     measure(f"{name}, GPU, bfloat16, uneven", shape, CASE, repeats, sides, out, argv, device="cuda")
-    records = common.read("step_large", out)
-    tables.show("step_large", records)
-    print(f"results: {out / 'step_large.json'}")
-    return records
+    return tables.report("step_large", out)

@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> list[dict]:
         layers=(2, "layers of the model"),
         scale=(1.0, "factor on all lengths; 0.2 is a quick check"),
     )
-    common.add_cases(parser, list(CASES))
+    common.add_cases(parser, CASES)
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)  # case, side, folder
     args = parser.parse_args(argv)
     if args.child:
@@ -68,8 +68,8 @@ def main(argv: Sequence[str]) -> list[dict]:
         (Path(folder) / "found.json").write_text(json.dumps(found))
         return []
 
-    settings = [f"--{name}={getattr(args, name)}" for name in ("threads", "hidden", "layers")]
-    settings.append(f"--scale={args.scale}")
+    names = ("threads", "hidden", "layers", "scale")
+    settings = [f"--{name}={getattr(args, name)}" for name in names]
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("memory", total=len(args.cases) * len(SIDES))
         for case in args.cases:
@@ -86,11 +86,8 @@ def main(argv: Sequence[str]) -> list[dict]:
                     progress.advance(task)
             for step in zip(*norms):
                 check_norms(case, dict(zip(SIDES, step)))
-            path = common.merge("step_memory", records, args.out)
-    records = common.read("step_memory", args.out)
-    tables.show("step_memory", records)
-    print(f"results: {path}")
-    return records
+            common.merge("step_memory", records, args.out)
+    return tables.report("step_memory", args.out)
 
 
 if __name__ == "__main__":

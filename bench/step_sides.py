@@ -155,13 +155,18 @@ class Trl:
         # the trainer requires a dataset but draws nothing from it here
         prompts = [Prompt(i, "0", [0]) for i in range(cfg.prompts_per_step)]
         output = Path(tempfile.mkdtemp())
-        self.trainer = trl_run.trainer(cfg, prompts, [share_of_even], output, micro)
-        self.trainer.create_optimizer()
-        # `Trainer.train`, which would enable checkpointing, is not called here.
+        trainer = trl_run.trainer(cfg, prompts, [share_of_even], output, micro)
+        self.prepare(trainer, micro, checkpointing)
+        self.micro = micro
+
+    def prepare(self, trainer: Any, accumulation: int, checkpointing: bool) -> None:
+        """Do what `Trainer.train`, which is not called here, would do before the first step."""
+        self.trainer = trainer
+        trainer.create_optimizer()
         if checkpointing:
-            self.trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.micro = self.trainer.current_gradient_accumulation_steps = micro
-        self.clock = metrics.Clock(self.trainer.accelerator.device)
+            trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+        trainer.current_gradient_accumulation_steps = accumulation
+        self.clock = metrics.Clock(trainer.accelerator.device)
 
     def batch(self, samples: list[Sample]) -> dict[str, torch.Tensor]:
         """Return TRL's batch. As in TRL, all samples of a generation are padded to the longest."""
@@ -199,8 +204,12 @@ class Trl:
                 loss = self.trainer._compute_loss(model, part)
             with self.clock("backward"):
                 loss.backward()
+        return self.update()
+
+    def update(self) -> float:
+        """Change the weights; return the norm of the gradient."""
         with self.clock("optimizer"):
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            norm = torch.nn.utils.clip_grad_norm_(self.trainer.model.parameters(), 1.0)
             self.trainer.optimizer.step()
             self.trainer.optimizer.zero_grad()
             return norm.item()
@@ -275,18 +284,14 @@ class TrlAsync(Trl):
             max_steps=1,
         )
         nothing: Any = SimpleNamespace(rollout_buffer=None)
-        self.trainer = theirs.AsyncGRPOTrainer(
+        trainer = theirs.AsyncGRPOTrainer(
             f"{folder}",
             args=args,
             train_dataset=datasets.Dataset.from_list([{"prompt": "0"}]),
             rollout_worker=nothing,
             weight_transfer=nothing,
         )
-        self.trainer.create_optimizer()
-        if checkpointing:
-            self.trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.trainer.current_gradient_accumulation_steps = 1
-        self.clock = metrics.Clock(self.trainer.accelerator.device)
+        self.prepare(trainer, 1, checkpointing)
         self.collate = theirs.DataCollatorForRollout(0)
         self.row, self.budget = packing.TreeRow, cfg.strip_tokens
         self.logp: list[Tensor] = []
@@ -327,11 +332,7 @@ class TrlAsync(Trl):
                 loss = self.trainer.compute_loss(model, inputs | {"old_log_probs": logp})
             with self.clock("backward"):
                 loss.backward()
-        with self.clock("optimizer"):
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            self.trainer.optimizer.step()
-            self.trainer.optimizer.zero_grad()
-            return norm.item()
+        return self.update()
 
     @torch.no_grad()
     def scores(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:

@@ -32,9 +32,6 @@ import torch
 
 from bench import common, step_large, tables
 from bench.step_sides import Case, Ours, Trl, TrlAsync, check_norms, options_of
-from nanogrpo.extras.arithmetic import warmup
-from nanogrpo.model import checkpoint
-from nanogrpo.model.decoder import Decoder
 
 CASES = {
     "even, G=8": Case(8, 8, 32, 64, even=True),
@@ -82,10 +79,8 @@ SIDES = {
 
 def write_model(case: Case, folder: Path, args: argparse.Namespace) -> dict:
     """Write a random model for the case to `folder`, and return its shape."""
-    tokenizer = warmup.write_tokenizer(folder)
     shape = common.small_qwen3(args.hidden, args.layers, case.vocab, 1024)
-    torch.manual_seed(0)
-    checkpoint.export(Decoder(shape), folder, tokenizer)
+    step_large.write_model(shape, folder)
     return dataclasses.asdict(shape)
 
 
@@ -153,10 +148,10 @@ def main(argv: Sequence[str]) -> list[dict]:
         layers=(4, "layers of the model"),
         scale=(1.0, "factor on all lengths; 0.2 is a quick check"),
     )
-    common.add_cases(parser, list(CASES))
+    common.add_cases(parser, CASES)
     parser.add_argument(
         "--shape",
-        choices=list(common.LARGE),
+        choices=common.LARGE,
         help="measure a model of this size on a GPU instead of the cases",
     )
     common.add_alone(parser)
@@ -171,12 +166,9 @@ def main(argv: Sequence[str]) -> list[dict]:
     torch.set_num_threads(args.threads)
     for case in args.cases:
         # Results are written after each case, so an interrupted run keeps them.
-        path = common.merge("step_time", measure(case, args, argv), args.out)
-    records = common.read("step_time", args.out)
-    draw(records, common.place_of(args.out, "docs/img/step_time.png"))
-    tables.show("step_time", records)
-    print(f"results: {path}")
-    return records
+        common.merge("step_time", measure(case, args, argv), args.out)
+    draw(common.read("step_time", args.out), common.place_of(args.out, "docs/img/step_time.png"))
+    return tables.report("step_time", args.out)
 
 
 if __name__ == "__main__":

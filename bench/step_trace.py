@@ -47,10 +47,9 @@ from nanogrpo import Config
 from nanogrpo.distributed import fsdp
 from nanogrpo.distributed.world import join
 from nanogrpo.extras import one_gpu
-from nanogrpo.extras.arithmetic import warmup
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.logs.metrics import Clock
-from nanogrpo.model import checkpoint, gpu_attention
+from nanogrpo.model import gpu_attention
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.run import optim
 from nanogrpo.types import PackedBatch
@@ -124,7 +123,7 @@ def tiny_step(kind: str, clock: Callable) -> Iterator[Callable[[], object]]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(mock.patch.object(gpu_attention, "backend", stub))
-        write_model(folder)
+        step_large.write_model(common.small_qwen3(32, 28, CASE.vocab, 64), folder)
         if kind == "FSDP2":
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             stack.callback(dist.destroy_process_group)
@@ -134,12 +133,6 @@ def tiny_step(kind: str, clock: Callable) -> Iterator[Callable[[], object]]:
         side.clock = clock
         yield lambda: side.step(samples)
         assert side.micro == STRIPS, side.micro
-
-
-def write_model(folder: Path) -> None:
-    tokenizer = warmup.write_tokenizer(folder)
-    torch.manual_seed(0)
-    checkpoint.export(Decoder(common.small_qwen3(32, 28, CASE.vocab, 64)), folder, tokenizer)
 
 
 class Rows(torch.autograd.Function):
@@ -319,7 +312,7 @@ def of_gpu(shape: str, repeats: int, budget: int, fsdp2: bool, argv: Sequence[st
     )
     with tempfile.TemporaryDirectory() as where, join(cfg) as world:
         model = common.large_qwen3(shape, case.prompt + case.longest)
-        step_large.write_model(model, Path(where), "cpu")
+        step_large.write_model(model, Path(where), torch.bfloat16)
         side = Ours(Path(where), cfg, world)
         side.clock = lambda phase: contextlib.nullcontext()
         timing = common.interleave({"step": lambda: side.step(samples)}, repeats, 3)["step"]
@@ -394,7 +387,7 @@ def main(argv: Sequence[str]) -> list[dict]:
         budget=(16384, "tokens of a strip, with --shape"),
         threads=(1, "CPU threads"),
     )
-    parser.add_argument("--shape", choices=list(common.LARGE), help="profile a model on a GPU")
+    parser.add_argument("--shape", choices=common.LARGE, help="profile a model on a GPU")
     parser.add_argument("--fsdp2", action="store_true", help="shard the model on the GPU anyway")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)

@@ -134,10 +134,8 @@ def main(argv: Sequence[str]) -> list[dict]:
                     )
                 )
             first.close()
-    path = common.write("sync_speed", records, args.out)
-    tables.show("sync_speed", records)
-    print(f"results: {path}")
-    return records
+    common.write("sync_speed", records, args.out)
+    return tables.report("sync_speed", args.out)
 
 
 if __name__ == "__main__":

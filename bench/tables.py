@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from bench import common, tables_learning, tables_step
 from bench.common import by_record, listed, mib, times
@@ -500,6 +501,14 @@ def lines_of(name: str, records: list[dict]) -> Lines:
         if not any(filled):
             lines.append((*cells, *[MISSING] * (width - len(cells))))
     return lines
+
+
+def report(name: str, folder: Path) -> list[dict]:
+    """Print the table of the records in a folder, and return these records."""
+    records = common.read(name, folder)
+    show(name, records)
+    print(f"results: {folder / f'{name}.json'}")
+    return records
 
 
 def show(name: str, records: list[dict]) -> None:

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import common, runs, tables, tables_learning
+from bench import common, learning, runs, tables
 from examples import pictures
 from nanogrpo import Config
 
@@ -61,13 +61,9 @@ def draw(records: list[dict], path: Path) -> None:
     show_pictures(axes[0])
     for colour, side in enumerate(SIDES):
         mine = [r for r in records if r["side"] == side]
-        for axis, name in zip(axes[1:], ("reward", "held_out")) if mine else ():
-            x, mean, std = tables_learning.curve(mine, name)
-            low, high = ([m + sign * s for m, s in zip(mean, std)] for sign in (-1, 1))
-            axis.plot(x, mean, color=f"C{colour}", label=f"{side}, {len(mine)} seeds")
-            axis.fill_between(x, low, high, color=f"C{colour}", alpha=0.2, linewidth=0)
-            axis.set_xlabel("step")
-            axis.legend(fontsize=9)
+        learning.draw_side(axes[1:], mine, f"C{colour}", side)
+    for axis in axes[1:]:
+        axis.set_xlabel("step")
     axes[1].set_ylabel("training reward")
     axes[2].set_ylabel("held-out accuracy (greedy)")
     axes[2].set_ylim(0, 1)
