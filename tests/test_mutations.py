@@ -29,10 +29,10 @@ from nanogrpo.extras.view.data import Run
 from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.run import output
-from tests.conftest import write_rows
+from tests.conftest import edit_json, write_rows
 from tests.model.lora_models import loaded
 from tests.model.tokenizer_folder import make_folder
-from tests.run.test_resume import change, start
+from tests.run.test_resume import start
 
 EACH = 40  # mutations of a file
 SECONDS, BYTES = 10.0, 1 << 30  # of processor time per file, and of memory for all
@@ -220,7 +220,7 @@ def of_checkpoint(name: str, hashes: bool) -> Callable[[Path, Path], Reader]:
     def make(base: Path, folder: Path) -> Reader:
         made = start(folder, base).advance(1).save()
         if not hashes:
-            change(made)
+            edit_json(made / "state.json")
         return made / name, lambda: start(folder, base, resume=True)
 
     return make
