@@ -386,7 +386,7 @@ BENCHES = {
     "rollout_large": Bench(
         "How fast does the local engine sample on a GPU, compared with vLLM? In the case"
         " `uneven`, the goal for Qwen3-0.6B on an H100 is 25,000 useful tokens/s, and the formulas"
-        " of docs/scale.md predict 44,000 useful tokens/s. The case `nano-vllm` is the workload of"
+        " of docs/scale.md predict 46,000 useful tokens/s. The case `nano-vllm` is the workload of"
         " nano-vllm's bench.py: 256 sequences at temperature 0.6, with prompts of 100 to 1,024"
         " random tokens and completions of 100 to 1,024 tokens. In this case, tokens/s counts only"
         " the tokens of completions. `--cases nano-vllm` runs this case alone.",

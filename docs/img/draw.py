@@ -281,7 +281,7 @@ def reading_map() -> Figure:
         "5  what attaches to it": (
             RED,
             ("run/setup.py", "how a run is built"),
-            ("feature.py", "the seam"),
+            ("feature.py", "the hooks"),
             ("extras/attach.py", "all that is off by default"),
             ("vllm/feature.py, serve.py", "sampling in vLLM"),
         ),
