@@ -84,8 +84,8 @@ def tables() -> str:
             f"### `{command}`",
             "",
             f"| model | GPUs | {' | '.join(f'{c} GB' for c in CARDS)} |",
+            f"| --- | --- | {' | '.join('---' for _ in CARDS)} |",
         ]
-        lines.append(f"| --- | --- | {' | '.join('---' for _ in CARDS)} |")
         for name, shape in shapes.items():
             for size in SIZES:
                 cells = (cell(shape, cfg, size, card) for card in CARDS)

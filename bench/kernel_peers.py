@@ -124,11 +124,17 @@ def rows(device: str, temperature: float, epsilon: float) -> Sides:
         # Liger takes one advantage per sequence, and does not score the last token of a sequence.
         leaf = logits.detach().view(8, -1, logits.shape[-1]).requires_grad_()
         old, targets = (v.view(8, -1)[:, :-1].contiguous() for v in (old, targets))
-        settings = dict(
-            temperature=temperature, beta=0.0, eps_low=epsilon, eps_high=epsilon, inplace=True
-        )
         per_token = triton_grpo_loss(
-            leaf, old, None, targets, advantage.view(8, -1)[:, 0].contiguous(), **settings
+            leaf,
+            old,
+            None,
+            targets,
+            advantage.view(8, -1)[:, 0].contiguous(),
+            temperature=temperature,
+            beta=0.0,
+            eps_low=epsilon,
+            eps_high=epsilon,
+            inplace=True,
         )[0]
         loss = (per_token * weight.view(8, -1)[:, :-1]).sum()
         return {"grad": torch.autograd.grad(loss, leaf)[0].view(logits.shape)}
@@ -189,8 +195,9 @@ def head(device: str, temperature: float, epsilon: float) -> Sides:
         from quack.linear_cross_entropy import linear_cross_entropy_func
 
         # If quack does not store the logits, it returns only the mean or the sum of the losses.
-        how = {"reduction": "none", "inplace_backward": True}
-        return -linear_cross_entropy_func(hidden / temperature, lm_head, None, targets, **how)
+        return -linear_cross_entropy_func(
+            hidden / temperature, lm_head, None, targets, reduction="none", inplace_backward=True
+        )
 
     def cut(hidden: Tensor, lm_head: Tensor, targets: Tensor) -> Tensor:
         from cut_cross_entropy import linear_cross_entropy
@@ -200,7 +207,8 @@ def head(device: str, temperature: float, epsilon: float) -> Sides:
     def liger(hidden, lm_head, targets, old, advantage, weight) -> dict[str, Tensor]:
         from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-        settings = dict(
+        function = LigerFusedLinearGRPOLoss(
+            loss_type="bnpo",
             beta=0.0,
             use_ref_model=False,
             epsilon_low=epsilon,
@@ -208,12 +216,11 @@ def head(device: str, temperature: float, epsilon: float) -> Sides:
             temperature=temperature,
         )
         shape = 8, -1
-        mask = torch.ones_like(targets).view(shape)
-        out = LigerFusedLinearGRPOLoss(loss_type="bnpo", **settings)(
+        out = function(
             hidden.view(*shape, hidden.shape[-1]),
             lm_head,
             targets.view(shape),
-            mask,
+            torch.ones_like(targets).view(shape),
             advantage.view(shape)[:, 0].contiguous(),
             old_per_token_logps=old.view(shape),
         )

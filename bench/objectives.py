@@ -448,9 +448,8 @@ def draw(records: Sequence[dict], path: Path) -> None:
     names = [n for n in EXPERIMENTS if n != "tiny" and lines_of(records, n)]
     if not names:
         return
-    figure, axes = common.subplots(
-        math.ceil(len(names) / 2), 2, figsize=(10, 3.6 * math.ceil(len(names) / 2)), squeeze=False
-    )
+    rows = math.ceil(len(names) / 2)
+    figure, axes = common.subplots(rows, 2, figsize=(10, 3.6 * rows), squeeze=False)
     for axis, name in zip(axes.flat, names):
         for case in EXPERIMENTS[name].cases:
             if mine := runs_of(records, name, case):

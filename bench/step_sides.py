@@ -236,22 +236,31 @@ def varlen_attention(
     FlashAttention 4.
     """
     if query.is_cuda:
-        bounds = starts, key_starts, longest, longest_key
         if os.environ.get("NANOGRPO_ATTENTION") == "flash4":
             from flash_attn.cute import flash_attn_varlen_func
 
-            names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-            how: dict[str, Any] = {"causal": True, "softmax_scale": softmax_scale}
-            return flash_attn_varlen_func(query, key, value, **dict(zip(names, bounds)), **how)
-        how = {"window_size": (-1, 0), "scale": softmax_scale}
-        return varlen_function()(query, key, value, *bounds, **how)
+            return flash_attn_varlen_func(
+                query,
+                key,
+                value,
+                cu_seqlens_q=starts,
+                cu_seqlens_k=key_starts,
+                max_seqlen_q=longest,
+                max_seqlen_k=longest_key,
+                causal=True,
+                softmax_scale=softmax_scale,
+            )
+        bounds = starts, key_starts, longest, longest_key
+        return varlen_function()(
+            query, key, value, *bounds, window_size=(-1, 0), scale=softmax_scale
+        )
     lengths, key_lengths = starts.diff().tolist(), key_starts.diff().tolist()
     out = []
     for q, k, v in zip(query.split(lengths), key.split(key_lengths), value.split(key_lengths)):
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, H, n, E], [1, K, m, E]
         mask = causal_lower_right(q.shape[2], k.shape[2])
-        how = {"scale": softmax_scale, "enable_gqa": True}
-        out.append(scaled_dot_product_attention(q, k, v, mask, **how)[0])
+        y = scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale, enable_gqa=True)
+        out.append(y[0])
     return torch.cat(out, dim=1).transpose(0, 1)  # [T, H, E]
 
 

@@ -320,8 +320,15 @@ def of_gpu(shape: str, repeats: int, budget: int, fsdp2: bool, argv: Sequence[st
         found = account(profiled(lambda: side.step(samples)))
     how = "FSDP2" if fsdp2 else "one GPU"
     label = f"{shape}, {how}, strips of {budget:,} tokens"
-    figures = {"milliseconds": found.table, "profiled_milliseconds": found.total}
-    return common.record("step_trace", label, "nanogrpo", argv, timing, **figures)
+    return common.record(
+        "step_trace",
+        label,
+        "nanogrpo",
+        argv,
+        timing,
+        milliseconds=found.table,
+        profiled_milliseconds=found.total,
+    )
 
 
 def whole(table: dict[str, Counter[str]]) -> Counter[str]:
@@ -331,8 +338,8 @@ def whole(table: dict[str, Counter[str]]) -> Counter[str]:
 
 def draw(records: list[dict], path: Path) -> None:
     """Plot a stacked bar for the step and for each of its parts, one panel per case."""
-    size = {"figsize": (2 + 5 * len(records), 4.5), "squeeze": False}
-    figure, axes = common.subplots(1, len(records), **size)
+    width = 2 + 5 * len(records)
+    figure, axes = common.subplots(1, len(records), figsize=(width, 4.5), squeeze=False)
     tables = [{"step": whole(r["milliseconds"]), **r["milliseconds"]} for r in records]
     for axis, record, table in zip(axes[0], records, tables):
         bottom = [0.0] * len(table)

@@ -171,6 +171,11 @@ def settings(cfg: Config, accumulation: int = 1, off_policy: bool = False) -> tr
     )
 
 
+def rows_of(rewards: list) -> list[tuple]:
+    """Return the rewards of each sample. `rewards` contains a value or a tuple per sample."""
+    return [row if isinstance(row, tuple) else (row,) for row in rewards]
+
+
 class NoModel(torch.nn.Module):
     """A placeholder for the model, without weights. TRL reads only whether the model is in training
     mode.
@@ -185,7 +190,7 @@ class Peer(trl.GRPOTrainer):
     def __init__(self, args, samples, rewards, model, ref_model=None, logp=None, reward_weights=()):
         self.args, self.model, self.ref_model = args, model, ref_model
         self.accelerator = Accelerator(cpu=True)
-        self.samples, self.rewards, self.logp = samples, rewards, logp
+        self.samples, self.rewards, self.logp = samples, rows_of(rewards), logp
         for name in (
             *SHARED,
             "use_adaptive_entropy",
@@ -202,8 +207,7 @@ class Peer(trl.GRPOTrainer):
         self.environment_factories = self.environments = self.tools = None
         self._tokenizer, self.eos_token_ids = SimpleNamespace(pad_token_id=PAD), [EOS]
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
-        # `rewards` contains a value per sample, or a tuple of values.
-        functions = len(rewards[0]) if isinstance(rewards[0], tuple) else 1
+        functions = len(self.rewards[0])
         self.reward_func_names = [f"given {i}" if i else "given" for i in range(functions)]
         self.reward_funcs = self.reward_func_names
         self.reward_weights = torch.tensor(reward_weights or [1.0] * functions, dtype=torch.float64)
@@ -218,10 +222,8 @@ class Peer(trl.GRPOTrainer):
         return prompt_ids, ids, None, texts, logp, {}, None, []
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids):
-        rows = [row if isinstance(row, tuple) else (row,) for row in self.rewards]
-        return torch.tensor(
-            [[torch.nan if r is None else r for r in row] for row in rows], dtype=torch.float64
-        )
+        values = [[torch.nan if r is None else r for r in row] for row in self.rewards]
+        return torch.tensor(values, dtype=torch.float64)
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, **how
@@ -283,16 +285,15 @@ def tables(seed: int) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     now = -3 * torch.rand(8, 12, generator=g, dtype=torch.float64)
     noise = torch.randn(4, 8, 12, generator=g, dtype=torch.float64)
-    tables = {
+    return {
         "now": now.requires_grad_(),
         "old": now.detach() + 0.5 * noise[0],
         "ref": now.detach() + 0.3 * noise[1],
+        "engine": now.detach() + 0.5 * noise[2],
+        # rounded to float32, as in nanogrpo
+        "importance": (0.3 * noise[3]).exp().float().double(),
+        "entropy": torch.rand(8, 12, generator=g).double().requires_grad_(),
     }
-    tables["engine"] = now.detach() + 0.5 * noise[2]
-    # rounded to float32, as in nanogrpo
-    tables["importance"] = (0.3 * noise[3]).exp().float().double()
-    tables["entropy"] = torch.rand(8, 12, generator=g).double().requires_grad_()
-    return tables
 
 
 # --- one case with TRL's code and with ours ---
@@ -304,7 +305,7 @@ def give_rewards(samples: list[Sample], rewards: list, cfg: Config) -> torch.Ten
 
     Returns the standard deviations of the rewards.
     """
-    rows = [row if isinstance(row, tuple) else (row,) for row in rewards]
+    rows = rows_of(rewards)
     for sample, row in zip(samples, rows):
         weights = cfg.reward_weights or [1.0] * len(row)
         given = [w * r for w, r in zip(weights, row) if r is not None]

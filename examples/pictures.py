@@ -181,7 +181,7 @@ def write_tokenizer(folder: Path) -> Tokenizer:
     tokenizer.save(str(file))
     config = read_json(folder / "tokenizer_config.json")
     del config["chat_template"]
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+    checkpoint.write_json(folder / "tokenizer_config.json", config)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return Tokenizer(folder)
 
@@ -246,11 +246,11 @@ def write_config(folder: Path, tokenizer: Tokenizer) -> None:
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "preprocessor_config.json").write_text(json.dumps(preparation, indent=2) + "\n")
+    checkpoint.write_json(folder / "config.json", config)
+    checkpoint.write_json(folder / "preprocessor_config.json", preparation)
     del preparation["image_processor_type"]
     videos = {"video_processor_type": "Qwen3VLVideoProcessor", **preparation}  # for vLLM
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos, indent=2) + "\n")
+    checkpoint.write_json(folder / "video_preprocessor_config.json", videos)
 
 
 def write_base(folder: Path, seed: int = 0, steps: int = 400) -> None:

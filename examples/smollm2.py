@@ -104,15 +104,11 @@ def convert(gguf: Path, folder: Path) -> None:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
         ]
     )
-    ids = {
-        "bos_token_id": tokenizer.convert_tokens_to_ids("<|im_start|>"),
-        "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
-        "pad_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
-    }
-    for name, id in ids.items():
-        setattr(model.config, name, id)
-        setattr(model.generation_config, name, id)
-        setattr(tokenizer, name.removesuffix("_id"), tokenizer.convert_ids_to_tokens(id))
+    tokens = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    for name, token in tokens.items():
+        for config in (model.config, model.generation_config):
+            setattr(config, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+        setattr(tokenizer, name, token)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

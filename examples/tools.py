@@ -28,6 +28,7 @@ import tokenizers
 import torch
 
 from nanogrpo import Config
+from nanogrpo.errors import read_json
 from nanogrpo.extras.arithmetic import warmup
 from nanogrpo.extras.tools.calls import ToolCalls
 from nanogrpo.model import checkpoint
@@ -113,8 +114,8 @@ def write_tokenizer(folder: Path) -> Tokenizer:
     inner.add_special_tokens(["<|tools|>", "<|tool|>"])
     inner.add_tokens([*CALL, "multiply"])
     inner.save(str(folder / "tokenizer.json"))
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    file = folder / "tokenizer_config.json"
+    checkpoint.write_json(file, read_json(file) | {"chat_template": TEMPLATE})
     return Tokenizer(folder)
 
 

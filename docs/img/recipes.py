@@ -84,7 +84,7 @@ def make_models() -> None:
         out = []
         for i, text in enumerate(sums()):
             if i % 4 < 2:
-                out.append(sample(i, f"{text}=", warmup.solution(text, rng, lazy=True)))
+                out.append(warmup.solved_sample(i, text, tokenizer, rng, lazy=True))
             elif i % 4 == 2:
                 hint = f"{text}=\n\nHint: {task.value(text)}"
                 out.append(sample(i, hint, warmup.solution(text, rng, lazy=False)))
@@ -93,8 +93,10 @@ def make_models() -> None:
         return out
 
     def good(step: int) -> list[Sample]:
-        answers = ((text, warmup.solution(text, rng, lazy=False)) for text in sums())
-        return [sample(i, f"{text}=", answer) for i, (text, answer) in enumerate(answers)]
+        return [
+            warmup.solved_sample(i, text, tokenizer, rng, lazy=False)
+            for i, text in enumerate(sums())
+        ]
 
     warmup.make_base(FOLDER / "warm-up", steps=400)
     tokenizer = warmup.Tokenizer(FOLDER / "warm-up")

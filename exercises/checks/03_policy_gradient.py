@@ -35,35 +35,32 @@ def check(answer) -> None:
     def picked(x):
         return x.gather(1, tokens[:, None]).squeeze(1)
 
-    def mistake(f):
-        return gradient(lambda z: f(z))
-
     found = gradient(lambda z: answer.loss(z, tokens.clone(), advantage.clone()))
     mistakes = {
         "The sign is wrong: an optimizer goes down, so this makes good tokens less likely.": -right,
         "This is the sum over the tokens: divide by M.": right * M,
         "This is the gradient of the probability. Use log_softmax instead of softmax.": (
-            mistake(lambda z: -(advantage * picked(z.softmax(-1))).mean())
+            gradient(lambda z: -(advantage * picked(z.softmax(-1))).mean())
         ),
         "You pick raw logits. Without log_softmax the other tokens' logits have no gradient.": (
-            mistake(lambda z: -(advantage * picked(z)).mean())
+            gradient(lambda z: -(advantage * picked(z)).mean())
         ),
         "The softmax runs over the tokens (dim 0). It must run over the vocabulary: dim=-1.": (
-            mistake(lambda z: -(advantage * picked(z.log_softmax(0))).mean())
+            gradient(lambda z: -(advantage * picked(z.log_softmax(0))).mean())
         ),
         "You use the log-probs of all tokens of the vocabulary. Pick that of the sampled token.": (
-            mistake(lambda z: -(advantage[:, None] * z.log_softmax(-1)).mean())
+            gradient(lambda z: -(advantage[:, None] * z.log_softmax(-1)).mean())
         ),
         "Two things are wrong: use log_softmax instead of softmax, and .squeeze(1) after gather, so"
         " that the shape is [M] and not [M, 1].": (
-            mistake(lambda z: -(advantage * picked(z.softmax(-1))[:, None]).mean())
+            gradient(lambda z: -(advantage * picked(z.softmax(-1))[:, None]).mean())
         ),
         "Each advantage must meet its own token only, before the mean. With cross_entropy, use"
         " reduction='none'. With gather, use .squeeze(1): [M, 1] times [M] is [M, M].": (
-            mistake(lambda z: -picked(z.log_softmax(-1)).mean() * advantage.mean())
+            gradient(lambda z: -picked(z.log_softmax(-1)).mean() * advantage.mean())
         ),
         "The advantage has no effect: this raises the probability of every sampled token.": (
-            mistake(lambda z: -picked(z.log_softmax(-1)).mean())
+            gradient(lambda z: -picked(z.log_softmax(-1)).mean())
         ),
     }
     matches("the gradient", found, right, mistakes)

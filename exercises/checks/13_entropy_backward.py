@@ -32,7 +32,7 @@ def check(answer) -> None:
         "Divide by the temperature: dz = d(z/T)·T.": first * T,
         "The 1[j = y] is missing: the token's own logit must rise.": -dlogp[:, None] * p / T,
         "The sign of the log-prob's part is wrong.": -first,
-        "The softmax must be that of z / T.": (dlogp[:, None] * (chosen - z.softmax(-1)) / T),
+        "The softmax must be that of z / T.": dlogp[:, None] * (chosen - z.softmax(-1)) / T,
     }
     matches("dlogits with dH = 0", found, right(dlogp, zero), mistakes)
     found = by_hand(answer.dlogits, z.clone(), y, dlogp, dH, T)
