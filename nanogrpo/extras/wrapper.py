@@ -8,27 +8,17 @@ In: an engine (engine/base.py). Out: an engine that the training loop uses in th
 next: ahead.py.
 """
 
-from torch import nn
+from typing import Any
 
 from nanogrpo.engine.base import Engine
 
 
 class Wrapper:
     """A wrapper around another engine. Subclasses define `sample`, with the arguments of
-    `Engine.sample`, and pass on all other calls.
+    `Engine.sample`. All other attributes are those of the other engine.
     """
 
     engine: Engine
 
-    @property
-    def version(self) -> int:
-        return self.engine.version
-
-    def load(self, model: nn.Module, version: int) -> None:
-        self.engine.load(model, version)
-
-    def metrics(self) -> dict[str, float]:
-        return self.engine.metrics()
-
-    def close(self) -> None:
-        self.engine.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
