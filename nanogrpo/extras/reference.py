@@ -108,17 +108,14 @@ class SyncReference(Feature):
         fsdp.reshard(self.reference)
         return {f"reference.{n}": p.detach() for n, p in self.reference.named_parameters()}
 
+    @torch.no_grad()
     def step(self, run: Run, step: int, *_: Any) -> None:
+        """Move the reference model towards the policy."""
         cfg: Any = run.cfg
         if (step + 1) % cfg.ref_model_sync_steps == 0:
-            update(self.reference, run.model, cfg.ref_model_mixup_alpha)
-
-
-def update(reference: Any, model: Any, alpha: float) -> None:
-    """Move a reference model towards the policy."""
-    fsdp.reshard(reference)
-    fsdp.reshard(model)
-    with torch.no_grad():
-        # the policy may have more parameters at its end, such as a value head
-        for mine, policy in zip(reference.parameters(), model.parameters()):
-            mine.mul_(1 - alpha).add_(policy, alpha=alpha)
+            alpha = cfg.ref_model_mixup_alpha
+            fsdp.reshard(self.reference)
+            fsdp.reshard(run.model)
+            # the policy may have more parameters at its end, such as a value head
+            for mine, policy in zip(self.reference.parameters(), run.model.parameters()):
+                mine.mul_(1 - alpha).add_(policy, alpha=alpha)
