@@ -43,6 +43,7 @@ from nanogrpo.feature import Feature
 from nanogrpo.run import setup
 
 Functions = str | Callable | Sequence[str | Callable]
+Features = Callable[[Any], Sequence[Feature]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Given(setup.Given):
     environment_factory: Callable | None = None
     rollout: Callable | None = None
     on_step: Callable | None = None
-    features: Callable[[Any], Sequence[Feature]] = lambda cfg: ()
+    features: Features = lambda cfg: ()
     options: type[Config] | None = None  # options of the command line; None: Config
 
 
@@ -67,7 +68,7 @@ def train(
     environment_factory: Callable | None = None,
     rollout: Callable | None = None,
     on_step: Callable | None = None,
-    features: Callable[[Any], Sequence[Feature]] = lambda cfg: (),
+    features: Features = lambda cfg: (),
     **options: Any,
 ) -> Result:
     """Train, and return the records of the steps.

@@ -58,7 +58,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nanogrpo.config import Config as Core
 from nanogrpo.config import dashed
 from nanogrpo.distributed.world import World
 from nanogrpo.engine.paged_cache import cache_tokens
@@ -107,7 +106,7 @@ class Memory(Feature):
 
     estimate = 0  # bytes on the device
 
-    def settings(self, cfg: Core, inputs: Inputs) -> Core:
+    def settings(self, cfg: Any, inputs: Inputs) -> Config:
         # the full Config has options that the core lacks
         full, self.estimate = fit(inputs, complete(cfg))
         return full

@@ -21,20 +21,14 @@ next: attach.py, docs/recipes.md.
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from nanogrpo import cli
-from nanogrpo.extras.api import Given, loop
+from nanogrpo.extras.api import Features, Given, loop
 from nanogrpo.extras.options import FIELDS, Config
-from nanogrpo.feature import Feature
 
 
-def main(
-    options: type[Config],
-    features: Callable[[Any], Sequence[Feature]],
-    argv: Sequence[str] | None = None,
-) -> int:
+def main(options: type[Config], features: Features, argv: Sequence[str] | None = None) -> int:
     """Train with the features of a recipe, and return the exit status.
 
     `options` is a frozen dataclass that extends `Config` with options of the recipe. `features` is

@@ -223,8 +223,9 @@ class Sidecar:
         if self.gpus:
             variables["CUDA_VISIBLE_DEVICES"] = self.gpus
         self.path.mkdir(exist_ok=True)
-        (self.path / "nanogrpo").unlink(missing_ok=True)
-        (self.path / "nanogrpo").symlink_to(Path(nanogrpo.__file__).resolve().parent)
+        link = self.path / "nanogrpo"
+        link.unlink(missing_ok=True)
+        link.symlink_to(Path(nanogrpo.__file__).resolve().parent)
         with self.output.open("ab") as output:
             self.logged = output.tell()
             try:

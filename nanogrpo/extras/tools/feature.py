@@ -8,13 +8,12 @@ wrapper around the engine (turns.py), the tools in the chat template, the reward
 import inspect
 from collections.abc import Callable, Sequence
 from threading import current_thread, main_thread
-from typing import Any, cast
+from typing import Any
 
-from nanogrpo.config import Config as Core
 from nanogrpo.engine.base import Engine
 from nanogrpo.errors import UserError
 from nanogrpo.extras.options import Config
-from nanogrpo.extras.tools.calls import ToolCalls, ToolConversation, schemas
+from nanogrpo.extras.tools.calls import ToolCalls, schemas
 from nanogrpo.extras.tools.environments import Environments
 from nanogrpo.extras.tools.turns import TurnsEngine
 from nanogrpo.feature import Feature
@@ -85,7 +84,7 @@ class Tools(Feature):
             raise UserError("it has its own `tools`: remove them, or leave out --tools.")
         variables["tools"] = self.schemas
 
-    def settings(self, cfg: Core, inputs: Inputs) -> None:
+    def settings(self, cfg: Any, inputs: Inputs) -> None:
         """Make room for the observations of environments, which make prompts longer."""
         if self.environments and self.calls:
             room = inputs.model.cfg.max_position_embeddings - cfg.max_completion_length
@@ -102,7 +101,7 @@ class Tools(Feature):
         """Return the calls per completion, and the fraction of the calls that failed."""
         if self.calls is None:
             return {}
-        conversations = [cast(ToolConversation, s.conversation) for s in samples]
+        conversations: list[Any] = [s.conversation for s in samples]
         counts = run.world.concat([(c.calls, c.failures) for c in conversations])
         calls, failures = map(sum, zip(*counts))
         return {

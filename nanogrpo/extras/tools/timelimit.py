@@ -5,7 +5,6 @@ In: a function and a number of seconds. Out: its result, or TimeoutError. Read b
 
 import signal
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 from nanogrpo.rewards.call import users_code
@@ -27,7 +26,7 @@ def limited(function: Callable[[], Any], seconds: float) -> Any:
     if not seconds:
         return function()
 
-    def over(number: int, frame: FrameType | None) -> None:
+    def over(*_: object) -> None:
         raise Overtime
 
     before = signal.signal(signal.SIGALRM, over)
