@@ -5,6 +5,8 @@ advantages [P, G]. All functions are pure. The formulas are the same as in TRL 1
 compare them with TRL's code. Read before: grpo/advantages.py.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -13,9 +15,9 @@ from nanogrpo.feature import Feature
 from nanogrpo.grpo.advantages import STD_EPS, centered, group_relative, nanstd
 
 
+@dataclass
 class Estimators(Feature):
-    def __init__(self, cfg: EstimatorsOptions):
-        self.cfg = cfg
+    cfg: EstimatorsOptions
 
     def advantages(self, rewards: Tensor, by_function: Tensor) -> tuple[Tensor, Tensor] | None:
         if self.cfg.multi_objective_aggregation == "normalize_then_sum":

@@ -66,9 +66,9 @@ def unpacked(kept: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.unpackbits(kept)) if kept.dtype == np.uint8 else kept
 
 
+@dataclass
 class Truncation(Feature):
-    def __init__(self, min_p: float = 0.0):
-        self.min_p = min_p
+    min_p: float = 0.0
 
     def wrap(self, engine: Engine, run: Run) -> Engine | None:
         return KeepingEngine(engine, self.min_p) if isinstance(engine, LocalEngine) else None
@@ -94,7 +94,7 @@ class KeepingEngine(Wrapper):
 
     engine: LocalEngine
 
-    def __init__(self, engine: LocalEngine, min_p: float = 0.0):
+    def __init__(self, engine: LocalEngine, min_p: float):
         self.engine, runner, self.min_p = engine, engine.runner, min_p
         self.filters, self.step, self.decode = runner.filters, runner.step, runner.decode
         vars(runner).update(filters=self._filters, step=self._step, decode=self._decode)

@@ -8,6 +8,7 @@ subfolder. Read next: lora.py.
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from nanogrpo.engine.base import Engine
@@ -24,9 +25,9 @@ from nanogrpo.run.setup import Inputs, Run
 from nanogrpo.run.state import Saver
 
 
+@dataclass
 class LoRA(Feature):
-    def __init__(self, cfg: Config):
-        self.cfg = cfg
+    cfg: Config
 
     def decoder(self, folder: Path) -> Decoder | None:
         if not read_json(folder / "config.json").get("quantization_config"):
