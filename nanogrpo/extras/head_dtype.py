@@ -80,7 +80,6 @@ def functions(device: torch.device) -> SimpleNamespace:
     def with_gradient(function: Callable) -> Callable:
         return lambda x, *args: function(x, *args, out=getattr(x, "gradient", None))
 
-    ours: dict[str, Any] = {"product": logits}
-    for name in ("policy_rows_", "log_softmax_backward_"):
-        ours[name] = with_gradient(getattr(base, name))
-    return SimpleNamespace(**vars(base) | ours)
+    names = "policy_rows_", "log_softmax_backward_"
+    own = {name: with_gradient(getattr(base, name)) for name in names}
+    return SimpleNamespace(**vars(base) | own | {"product": logits})

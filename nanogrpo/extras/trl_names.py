@@ -592,5 +592,5 @@ def spelled(options: Options) -> str:
     for name, value in options.items():
         words.append(f"--{dashed(name)}")
         if value is not True:
-            words.append(" ".join(map(str, value)) if isinstance(value, list) else str(value))
-    return " ".join(words)
+            words += value if isinstance(value, list) else [value]
+    return " ".join(map(str, words))

@@ -144,7 +144,6 @@ class BroadcastGroup:
         self.store.set(f"rank {rank}", "")
         self.store.wait([f"rank {other}" for other in range(info.size)])
         self.device = device
-        self.group: Any
         if device.type == "cuda":
             self.group = _nccl(self.store, rank, info.size)
         else:

@@ -85,7 +85,7 @@ class VLLMOptions(Config):
                 f"--vllm-gpus is {self.vllm_gpus!r}: write different numbers, separated by"
                 " commas, such as 2,3."
             )
-        if self.vllm_enable_sleep_mode and getattr(self, "max_staleness", False):
+        if self.vllm_enable_sleep_mode and others.max_staleness:
             yield (
                 "--vllm-enable-sleep-mode cannot be used with --max-staleness, because the server"
                 " then samples while the trainer trains: leave one of them out."

@@ -66,8 +66,7 @@ def records(source: str, held_out: bool) -> list[dict]:
         given["seed"] = given.get("seed", 0) + HELD_OUT * held_out
         made = ",".join(f"{key}={value!r}" for key, value in given.items())
         spec = f"{name}:{made}"
-        data = dataset(spec)
-        problems = [data[i] for i in range(len(data))]
+        problems = [*dataset(spec)]
     except UserError as e:
         raise UserError(f"{source}: {e}") from e
     except Exception as e:  # the package raises errors of many types, such as AssertionError

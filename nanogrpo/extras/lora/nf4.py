@@ -171,7 +171,7 @@ class Matrix:
 
         The layer may be sharded. The whole matrix is needed, because `nested` depends on all of it.
         """
-        mine: list[Any] = [getattr(self.layer, name) for name in PARTS]
+        mine = [getattr(self.layer, name) for name in PARTS]
         value = source[:]
         if not isinstance(value, Quantized):
             value = quantized(value.to(mine[0].device))

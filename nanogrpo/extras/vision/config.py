@@ -79,10 +79,11 @@ class VisionModelConfig(ModelConfig):
         }
         for name, fixed in FIXED.items():
             check(where, name, given.get(name), [fixed, None])
-        vision: dict[str, Any] = {}
-        for field in dataclasses.fields(VisionConfig):
-            if (value := given.get(field.name)) is not None:
-                vision[field.name] = tuple(value) if isinstance(value, list) else value
+        vision: dict[str, Any] = {
+            field.name: tuple(value) if isinstance(value, list) else value
+            for field in dataclasses.fields(VisionConfig)
+            if (value := given.get(field.name)) is not None
+        }
         # transformers' default of rope_theta for this model
         text = {"rope_theta": 500_000.0, **text, "model_type": "qwen3"}
         for name in ("tie_word_embeddings", "quantization_config"):
