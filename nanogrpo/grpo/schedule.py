@@ -123,9 +123,11 @@ def plan(
     if computed and not trained:
         trained = [min(computed, key=lambda i: facts[i].prompt_length + facts[i].end)]
     share = math.ceil(len(facts) / ranks)  # rank r drew the samples r·share to (r + 1)·share
-    groups: dict[int, list[int]] = {}
+
+    # the same prompt in another group may have other tokens, such as those of an environment
+    groups: dict[tuple, list[int]] = {}
     for i in trained:
-        groups.setdefault(facts[i].prompt, []).append(i)
+        groups.setdefault((i // cfg.num_generations, facts[i].prompt), []).append(i)
     best: list[Strip] = [[]] * ranks
     least = math.inf
     most = max(map(len, groups.values()), default=0) if cfg.share_prompts else min(len(groups), 1)

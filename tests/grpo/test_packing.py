@@ -251,15 +251,21 @@ def test_uneven_lengths_are_spread_evenly_and_cost_no_extra_tokens(world):
 def test_a_long_prompt_with_many_completions_is_split_to_bound_its_key_rows():
     """64 completions of 100 tokens on a prompt of 1,000 have ten key rows per token."""
     sizes = [size(0, 1000, 101)] * 64
-    everything = list(range(64))
-    (strips,) = schedule.plan(everything, sizes, config(token_budget=8000)).strips
+    everything, cfg = list(range(64)), config(token_budget=8000, num_generations=64)
+    (strips,) = schedule.plan(everything, sizes, cfg).strips
     for strip in strips:
         assert sum(p.key_rows for p in strip) <= schedule.KEY_ROWS * 8000
     # with room for its key rows the group is one piece
-    ((strip,),) = schedule.plan(everything, sizes, config(token_budget=20_000)).strips
-    (piece,) = strip
+    wide = dataclasses.replace(cfg, token_budget=20_000)
+    (((piece,),),) = schedule.plan(everything, sizes, wide).strips
     assert piece.tokens <= 8000 < piece.key_rows / schedule.KEY_ROWS
     assert piece.key_rows == 1000 + 64 * 1100
+    # another group of this prompt, such as one of an environment, may have other tokens
+    wide = dataclasses.replace(wide, num_generations=32)
+    assert len(pieces(schedule.plan(everything, sizes, wide).strips)) == 2
+    # a group may have several prompts in turn, which its completions still share
+    turns = [size(i % 2, 1000, 101) for i in everything]
+    assert len(pieces(schedule.plan(everything, turns, wide).strips)) == 4
 
 
 # --- samples stay on the rank that sampled them ---
