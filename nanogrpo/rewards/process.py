@@ -89,6 +89,7 @@ class RewardProcess:
         CallLost.
         """
         if self.process.poll() is not None:
+            self.kill()  # kills its children; later, another process might have its ID
             self.start()
         return self._ask(
             f"the reward function {self.names[spec]}", (spec, arguments, shared), self.timeout

@@ -111,11 +111,13 @@ def clear(cfg: Config) -> None:
         remove(path)
 
 
-def named(cfg: Config) -> list[Path]:
-    """Return all parts of the options' values that may be paths, such as FILE in FILE:FUNCTION."""
+def named(cfg: Config) -> set[Path]:
+    """Return all parts of the options' values that may be paths, such as FILE in FILE:FUNCTION. A
+    model's path in model:PATH may contain colons itself.
+    """
     values = [v for name, v in vars(cfg).items() if name != "output_dir"]
     texts = [t for v in values for t in (v if isinstance(v, tuple) else [v]) if isinstance(t, str)]
-    return [Path(part) for text in texts for part in text.split(":")]
+    return {Path(p) for t in texts for p in (t, t.partition(":")[2], *t.split(":"))}
 
 
 def remove(path: Path) -> None:

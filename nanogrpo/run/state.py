@@ -109,7 +109,7 @@ class Saver:
         # the names of checkpoints that --save-total-limit does not remove
         self.keep: set[str] = set()
         # The writing threads have their own group, because the main threads also communicate.
-        self.group = self.world.patient().group
+        self.patient = self.world.patient()
         self.pool = ThreadPoolExecutor(1)
         self.job: Future | None = None
         self.final = Path()  # the folder of the checkpoint that `save` wrote or is writing
@@ -153,8 +153,8 @@ class Saver:
                 dcp.save(
                     shards,
                     storage_writer=dcp.FileSystemWriter(folder / "state", per_thread_copy_ahead=0),
-                    process_group=self.group,
-                    no_dist=self.group is None,
+                    process_group=self.patient.group,
+                    no_dist=self.world.size == 1,
                 )
                 if not self.world.main:
                     return
@@ -210,7 +210,8 @@ class Saver:
         this.
         """
         self.wait()
-        self.world.any(error=self.failure())
+        # rank 0 writes the model after the other ranks have ended their part of the save
+        self.patient.any(error=self.failure())
 
     # --- resuming ---
 

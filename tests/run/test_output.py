@@ -81,7 +81,9 @@ def test_overwriting_removes_only_what_runs_have_written(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["lora_adapter", "reward_funcs"])
-def test_overwriting_never_removes_an_input(tmp_path, name):
+@pytest.mark.parametrize("folder", ["run", "12:30"])
+def test_overwriting_never_removes_an_input(tmp_path, name, folder):
+    tmp_path /= folder
     (used := tmp_path / "checkpoint-2" / "adapter").mkdir(parents=True)
     (tmp_path / "checkpoint-2" / "state.json").touch()
     value = str(used) if name == "lora_adapter" else (f"model:{used}",)
