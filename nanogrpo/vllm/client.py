@@ -20,6 +20,7 @@ sync.py, sleeping.py, extras/ahead.py.
 
 import functools
 import logging
+import secrets
 import threading
 import time
 from collections import deque
@@ -111,6 +112,8 @@ class VLLMEngine:
             # The other ranks wait here, because the collectives in `gather` have a timeout.
             self.world.once(lambda: None)
             self.sync.gather(model)
+            if version == self.version:  # other weights, which must not use cached keys
+                self.sync.run = secrets.token_hex(6)
             self.version = version
             if not self.sleeps:
                 self.world.once(self._send_to_all)

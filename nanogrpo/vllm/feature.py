@@ -71,7 +71,9 @@ class VLLM(Feature):
         try:
             yield
         except ServerLost:  # raised on every rank
-            if run.done > run.start:
+            if run.saver.final.name == f"checkpoint-{run.done}":
+                run.saver.finish()  # raises an error of this save
+            elif run.done > run.start:
                 run.saver.save(run.done)
             raise
 

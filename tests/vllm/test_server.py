@@ -116,6 +116,9 @@ def test_a_server_that_gets_no_weights_is_named_once_and_used_when_it_does(
     engine.load(MODEL, 3)
     assert alive(engine) == [True, True]
     assert other.label == fake.label == engine.sync.label(3)
+    before = fake.label
+    engine.load(MODEL, 3)  # these could be other weights, so no cached prefix may be used again
+    assert before != fake.label == engine.sync.label(3)
 
 
 @pytest.mark.parametrize("front_end", [False, True], ids=["all of it", "its engine"])

@@ -101,14 +101,16 @@ def test_staleness_describes_the_samples_that_are_trained_on(argv, tmp_path):
 def test_a_lost_server_leaves_a_checkpoint_to_resume(
     argv, tmp_path, fake, capsys, path, requests, done
 ):
-    """Without a finished step there is none, and the folder is not taken."""
+    """Without a finished step there is none, and the folder is not taken. The second step was saved
+    before.
+    """
 
     def disturb(method, called, body):
         lost = len(fake.generated()) >= requests + (path == "") and path in called
         return 500 if lost and called != "/nanogrpo" else None
 
     fake.disturb = disturb
-    assert train.main(argv()) == 2
+    assert train.main(argv("--save-steps", "2")) == 2
     assert "continue with --resume" in capsys.readouterr().err
     assert [p.name for p in checkpoints(tmp_path)] == [f"checkpoint-{done}"][:done]
     fake.disturb = lambda *call: None
