@@ -250,7 +250,7 @@ def commands(layout: Layout, model: str, words: list[str], per_node: int) -> lis
 def arguments() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
         prog="python -m bench.predict",
-        description=__doc__.split("\n\n")[0] + " All options of train.py are accepted, too.",
+        description=__doc__.split("\n\n")[0] + " Most options of train.py are accepted, too.",
         allow_abbrev=False,
     )
     out.add_argument("model", help=f"a checkpoint folder, a hub id, or one of {', '.join(QWEN3)}")

@@ -164,7 +164,7 @@ class Config:
     max_concurrent: int | None = free_option(
         None,
         "sequences that are decoded at once; default: 64, or on a GPU as many as a step samples, at"
-        " most 256",
+        " most 512",
         "> 0",
         "<= 65536",
     )
@@ -222,7 +222,7 @@ class Config:
     token_budget: int | None = free_option(
         None,
         "tokens per micro-batch; gradients accumulate over as many as a minibatch needs; default:"
-        " 16384, or fewer if a GPU has too little free memory",
+        " 16384, or on a GPU as many as fit into its memory, at most 65536",
         "> 0",
     )
     learning_rate: float = option(1e-6, "peak learning rate, after the warmup", "> 0")
