@@ -53,7 +53,7 @@ def test_pass_at_k_is_reported_for_rewards_of_0_and_1_only():
 def test_it_writes_every_completion_and_the_same_numbers_as_training(
     tiny_base, files, data, tmp_path, capsys, monkeypatch
 ):
-    sampled = ["--num-generations-eval", "4", "--eval-temperature", "1.5"]
+    sampled = ["--num-generations-eval", "4", "--eval-temperature", "1.5", "--top-k", "20"]
     rewards = ["--reward-funcs", f"{files / 'reward.py'}:even", "format"]
     argv = options(tiny_base, data, tmp_path / "eval", *sampled, *rewards)
     assert commands.main(["eval", *argv]) == 0

@@ -43,8 +43,9 @@ class Bitwise(Feature):
 
     def running(self, run: Run) -> ExitStack:
         ours = functions(run.world.device)
-        attention = gpu_attention, "backend", lambda *_: ours.attention
-        return swapped(run.world.device, ours, attention)
+        usual = gpu_attention.backend  # for the windows of a reward or reference model
+        chosen = "backend", lambda *how: usual(*how) if how[3] else ours.attention
+        return swapped(run.world.device, ours, (gpu_attention, *chosen))
 
 
 class ExactEngine(LocalEngine):

@@ -4,10 +4,15 @@ tests/configurations.py has the row for two ranks and for resuming. Read next:
 tests/kernels/test_exact.py.
 """
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from nanogrpo.extras import bitwise
+from nanogrpo.model import gpu_attention
 from tests import configurations
-from tests.conftest import steps
+from tests.conftest import SOLO, steps
 
 # two pages of the cache per completion, and memory for two pages: completions are evicted, and
 # resumed after their tokens have been prefilled
@@ -45,3 +50,11 @@ def test_the_bits_depend_neither_on_the_slots_nor_on_the_strips_nor_on_the_ranks
     for mine, theirs in zip(whole, usual):
         assert mine["reward"] == theirs["reward"]
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
+def test_layers_with_a_window_keep_their_attention():
+    """A reward model may have them, although the policy may not."""
+    with bitwise.Bitwise().running(SimpleNamespace(world=SOLO)):
+        ours, theirs = (gpu_attention.backend("cpu", torch.float32, 64, n) for n in (0, 8))
+    assert ours.__module__ == bitwise.__name__
+    assert theirs.keywords == {"window": 8}
