@@ -62,6 +62,7 @@ def test_a_recipe_runs_from_any_folder_and_its_options_are_like_others(
         (["--resume"], "was written with median_baseline = True"),
         (["--median_baselin"], "use --median-baseline"),
         (["--median-baseline", "maybe"], "must be true or false"),
+        (["--median-baseline", "--advantage-estimator", "rloo"], "has its own `advantages`"),
     ):
         assert main(options, median["features"], [*argv, *words]) == 2
         assert words_of_the_error in one_sentence(capsys)

@@ -42,8 +42,8 @@ class Options(Config):
     branches: int = option(4, "siblings per stem (K); they share a baseline", ">= 2")
 
     def problems(self):
-        if self.num_generations % self.branches or self.advantage_estimator != "grpo":
-            yield "--branches must divide --num-generations, and needs --advantage-estimator grpo."
+        if self.num_generations % self.branches or self.max_staleness:
+            yield "--branches must divide --num-generations, and --max-staleness must be 0."
 
 
 class Branch(Feature):

@@ -73,7 +73,7 @@ def attach(cfg: Config, given: Given = NOTHING) -> list[Feature]:
 
     given: Python objects that replace names in the options, and further features (extras/api.py).
     """
-    features = [*wanted(cfg, given), *getattr(given, "features", lambda cfg: ())(cfg)]
+    features = [*wanted(cfg, given)]
     if features:
         from nanogrpo.extras.summary import Closing
 
@@ -82,7 +82,9 @@ def attach(cfg: Config, given: Given = NOTHING) -> list[Feature]:
 
 
 def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
-    """Yield the features that the options, the data, the model or a GPU require."""
+    """Yield the features that the options, the data, the model or a GPU require, and those of a
+    recipe.
+    """
     gpu = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
     full = gpu or type(cfg) is not Config
     if full:
@@ -124,14 +126,14 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
         from nanogrpo.extras.reward_model import RewardModels
 
         yield RewardModels()
-    wraps_all: list[Feature] = []
+    last = [*getattr(given, "features", lambda cfg: ())(cfg)]
     if not {name.partition(":")[0] for name in cfg.reward_funcs} <= builtin.BUILT_IN.keys():
         from nanogrpo.extras.reward_inputs import RewardInputs, asked
         from nanogrpo.extras.rewards import Rewards
 
         yield Rewards(cfg)
         if names := asked([*cfg.reward_funcs, *given.reward_funcs]):
-            wraps_all = [RewardInputs(names)]  # wraps the engines of all other features
+            last.append(RewardInputs(names))  # wraps the engines of all other features
     if cfg.model.startswith("warmup:"):
         raise UserError(
             "--model warmup:STEPS was removed: run `nanogrpo warmup FOLDER`, then use "
@@ -150,7 +152,7 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
 
         yield Vision(source, frozen)
     if not full:
-        yield from wraps_all
+        yield from last
         return
     if cfg.lora_r:
         from nanogrpo.extras.lora.feature import LoRA
@@ -209,6 +211,11 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
     if (cfg.advantage_estimator, cfg.multi_objective_aggregation) != ("grpo", "sum_then_normalize"):
         from nanogrpo.extras.estimators import Estimators
 
+        if any(type(feature).advantages is not Feature.advantages for feature in last):
+            raise UserError(
+                "--advantage-estimator and --multi-objective-aggregation cannot be used with a "
+                "recipe that has its own `advantages`: leave them out."
+            )
         yield Estimators(cfg)
     if cfg.max_resample_times:
         from nanogrpo.extras.resample import Resample
@@ -234,4 +241,4 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
         from nanogrpo.vllm.feature import VLLM
 
         yield VLLM()
-    yield from wraps_all
+    yield from last

@@ -32,7 +32,7 @@ def main(options: type[Config], features: Features, argv: Sequence[str] | None =
     """Train with the features of a recipe, and return the exit status.
 
     `options` is a frozen dataclass that extends `Config` with options of the recipe. `features` is
-    a function of the options. The recipe's features attach after all other features.
+    a function of the options. The recipe's features attach after those that options select.
     """
     words = [*(sys.argv[1:] if argv is None else argv)]
     own = [field for field in dataclasses.fields(options) if field.name not in FIELDS]

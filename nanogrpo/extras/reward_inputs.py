@@ -5,7 +5,8 @@ that are among its parameters.
         return [[-0.01 * x for x in each] for each in logp]      # a reward for each token
 
     logp     the engine's log-probs
-    entropy  entropies over the full vocabulary in nats, which cost one more forward pass
+    entropy  entropies over the full vocabulary in nats, which cost one more forward pass after
+             sampling
     pieces   the texts of the tokens
 
 In: the samples of the engine. Out: the same samples, with lists in `Sample.arguments`. For inserted
@@ -18,6 +19,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,8 +72,7 @@ class InformedEngine(Wrapper):
     """An engine that adds the arguments to the samples."""
 
     def __init__(self, engine: Engine, run: Run, names: Collection[str]):
-        columns = {name for prompt in run.prompts for name in prompt.columns}
-        self.engine, self.run, self.names = engine, run, {*names} - columns
+        self.engine, self.run, self.names = engine, run, {*names}
         self.texts: dict[int, str] = {}
 
     def sample(self, *how: Any, **more: Any) -> list[Sample]:
@@ -82,6 +83,9 @@ class InformedEngine(Wrapper):
             s.arguments["pieces"] = pieces(s.token_ids, self.run.tokenizer, self.texts)
         if "entropy" in self.names:
             add_entropies(self.run, samples)
+        columns = {name for s in samples for name in s.prompt.columns}
+        for s, name in itertools.product(samples, columns & self.names):
+            del s.arguments[name]
         return samples
 
 

@@ -14,8 +14,9 @@ import torch
 from examples.recipes import branch
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.types import Prompt
-from tests.conftest import SOLO, logp_alone, packed, positions_of, tiny_model
+from tests.conftest import SOLO, arguments, logp_alone, packed, positions_of, steps, tiny_model
 from tests.engine.small import make_engine
+from tests.recipes import run
 
 N, K, LENGTHS = 6, 3, (5, 9)
 CFG = branch.Options(num_generations=N, branches=K, generation_batch_size=N * len(LENGTHS))
@@ -103,3 +104,13 @@ def test_the_baseline_is_the_mean_of_the_siblings_so_the_stem_has_no_gradient(br
 
     continuation, everything = gradient(samples), gradient(whole)
     assert (continuation - everything).norm() < 1e-5 * everything.norm()
+
+
+def test_reward_functions_get_the_log_probs_of_the_whole_completion(tiny_base, files, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "def own(completion_ids, logp, **kwargs):\n"
+        "    return [float(len(a) == len(b)) for a, b in zip(completion_ids, logp)]\n"
+    )
+    more = ["--branches", "2", "--reward-funcs", f"{tmp_path / 'own.py'}:own"]
+    assert run(branch, arguments(tiny_base, files, tmp_path / "run", *more)) == 0
+    assert {row["reward"] for row in steps(tmp_path / "run")} == {1.0}

@@ -12,14 +12,15 @@ from examples.recipes import process, turns
 from nanogrpo.model.checkpoint import load_model
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.types import Prompt, Sample
-from tests.conftest import arguments, positions_of, said
+from tests.conftest import arguments, positions_of, said, write_rows
 
 FUNCTION = """
 import json, pathlib
 
 def by_token(prompts, completion_ids, logp, entropy, pieces, **kwargs):
     rows = list(zip(prompts, completion_ids, logp, entropy, pieces))
-    pathlib.Path(__file__).with_name("seen.json").write_text(json.dumps(rows))
+    if pieces[0] != "of the data":
+        pathlib.Path(__file__).with_name("seen.json").write_text(json.dumps(rows))
     return [[float(i % 2) for i in ids] for ids in completion_ids]
 """
 
@@ -28,6 +29,8 @@ def test_reward_functions_may_ask_for_numbers_of_the_tokens(tiny_base, files, tm
     (tmp_path / "reward.py").write_text(FUNCTION)
     options = ["--reward-funcs", f"{tmp_path}/reward.py:by_token", "--max-steps", "1"]
     options += ["--token-budget", "60", "--temperature", "0.7"]
+    write_rows(tmp_path / "held_out.jsonl", [{"prompt": "1+1=", "pieces": "of the data"}])
+    options += ["--eval-data", f"{tmp_path}/held_out.jsonl", "--eval-steps", "1"]
     argv = arguments(tiny_base, files, tmp_path / "run", *options)
     assert train.main(argv) == 0
     tokenizer, model = Tokenizer(tiny_base), load_model(tiny_base)
