@@ -42,8 +42,8 @@ class Options(Config):
     pass_rate_step: float = option(0.5, "α, the weight of the newest mean reward", "> 0", "<= 1")
 
     def problems(self):
-        if self.max_staleness:
-            yield "--max-staleness cannot be used with a curriculum, which draws after each step."
+        if self.max_staleness or self.environment_factory:
+            yield "a curriculum draws after each step: no --max-staleness, --environment-factory."
 
 
 class Curriculum(Feature):

@@ -52,6 +52,10 @@ class Options(Config):
     reward_coef: float = option(0.0, "factor of the rewards' advantages", ">= 0")
     jsd_beta: float | None = option(None, "β; default: sampled tokens only", ">= 0", "<= 1")
 
+    def problems(self):
+        if self.jsd_beta is not None and self.needs_two_phases:
+            yield "--jsd-beta replaces the loss: leave out all other options of the loss."
+
 
 def kl(a, b):
     return (a.exp() * (a - b)).sum(-1)  # log-probs [C, V] → [C], nats
@@ -68,14 +72,10 @@ def divergence(p, q, beta):
 class Distill(FrozenModels):
     all_gradients = True  # a completion whose advantage is 0 has a gradient, too
 
-    def __init__(self, cfg):
-        super().__init__("--teacher", cfg.teacher)
-        self.cfg = cfg
-
     def model(self, model, inputs):
         super().model(model, inputs)
         for name, teacher in zip(self.names, self.frozen):
-            if self.cfg.jsd_beta is not None and teacher.cfg.vocab_size != model.cfg.vocab_size:
+            if inputs.cfg.jsd_beta is not None and teacher.cfg.vocab_size != model.cfg.vocab_size:
                 raise UserError(
                     f"--jsd-beta needs vocabularies of equal size, but --teacher {name} pads its "
                     "vocabulary to a different size: leave --jsd-beta out."
@@ -83,17 +83,17 @@ class Distill(FrozenModels):
 
     def scored(self, run, samples, step):
         """Set `share` [P·G, K] on every rank, because samples may move between ranks."""
-        column, teachers = self.cfg.teacher_column, range(len(self.frozen))
+        column, teachers = run.cfg.teacher_column, range(len(self.frozen))
         named = run.world.concat([s.prompt.columns[column] if column else None for s in samples])
         share = [[float(k == i) if column else 1 / len(teachers) for k in teachers] for i in named]
-        self.share = self.cfg.teacher_coef * torch.tensor(share, device=run.world.device)
+        self.share = run.cfg.teacher_coef * torch.tensor(share, device=run.world.device)
 
     def batches(self, run, batches):
         for batch in batches:
-            batch.advantage *= self.cfg.reward_coef  # [M]
-            if self.cfg.jsd_beta is None:
-                theirs = torch.stack([logp(teacher, batch, self.cfg) for teacher in self.frozen])
-                gap = theirs - logp(run.model, batch, self.cfg)  # [K, M]
+            batch.advantage *= run.cfg.reward_coef  # [M]
+            if run.cfg.jsd_beta is None:
+                theirs = torch.stack([logp(teacher, batch, run.cfg) for teacher in self.frozen])
+                gap = theirs - logp(run.model, batch, run.cfg)  # [K, M]
                 batch.advantage += (self.share[batch.sample].T * gap).sum(0)
 
     def objective(self, batch, cfg):
@@ -103,7 +103,7 @@ class Distill(FrozenModels):
 
 
 def features(cfg):
-    return [Distill(cfg)]
+    return [Distill("--teacher", cfg.teacher)]
 
 
 if __name__ == "__main__":

@@ -24,9 +24,11 @@ from nanogrpo.step import evaluation_sampling
 
 @dataclass(frozen=True)
 class Options(Config):
-    ema_decay: float = option(
-        0.99, "share that the average keeps at each step", ">= 0", "< 1", needs="eval_steps"
-    )
+    ema_decay: float = option(0.99, "share kept at each step", ">= 0", "< 1", needs="eval_steps")
+
+    def problems(self):
+        if self.max_staleness:
+            yield "--max-staleness: evaluations would change the weights of an engine that samples."
 
 
 class EMA(Feature):

@@ -42,13 +42,13 @@ class Options(Config):
     sigma: float = option(0.01, "standard deviation of the noise in the weights", "> 0")
 
     def problems(self):
-        if self.num_generations % 2:
-            yield "--num-generations must be even, because the noise comes in pairs."
+        if self.num_generations % 2 or self.max_resample_times:
+            yield "--num-generations must be even, for pairs of noise, and --max-resample-times 0."
 
 
 def weights(model):
     fsdp.reshard(model)
-    return [p.detach() for p in model.parameters()]
+    return [p.detach() for p in model.parameters() if p.requires_grad]
 
 
 def move(run, step, start, scales):

@@ -39,8 +39,8 @@ class Options(Config):
     max_pass_rate: float = option(0.9, "pass rate at which a prompt is no longer drawn", "> 0")
 
     def problems(self):
-        if self.max_staleness:
-            yield "--max-staleness cannot be used with ScaleRL's draws, which follow each step."
+        if self.max_staleness or self.environment_factory:
+            yield "ScaleRL draws after each step: no --max-staleness, --environment-factory."
 
 
 class ScaleRL(Feature):

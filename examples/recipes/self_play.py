@@ -42,8 +42,8 @@ class Options(Config):
     solutions: int = option(3, "solutions per question", "> 0")
 
     def problems(self):
-        if self.num_generations % (1 + self.solutions):
-            yield "--num-generations must be a multiple of 1 + --solutions."
+        if self.num_generations % (1 + self.solutions) or self.max_resample_times:
+            yield "1 + --solutions must divide --num-generations; leave out --max-resample-times."
 
 
 def answer(question):

@@ -111,9 +111,10 @@ def test_sampled_tokens_have_the_gradient_of_trls_loss():
     cfg = distill.Options(teacher=("a", "b"), teacher_coef=0.7, reward_coef=0.5, teacher_column="t")
     prompts = [Prompt(0, "", [1, 2, 3], {"t": 1}), Prompt(1, "", [4, 5], {"t": None})]
     samples = two_groups(prompts)
-    feature = distill.Distill(cfg)
+    (feature,) = distill.features(cfg)
     feature.frozen = teachers
-    feature.scored(SimpleNamespace(world=SOLO), samples, 0)
+    own = SimpleNamespace(world=SOLO, model=student, cfg=cfg)
+    feature.scored(own, samples, 0)
     (batch,) = packed(samples, cfg, all_gradients=True)
     ours = student.forward_strip(batch, logits).detach()[None].requires_grad_()  # [1, M, V]
     logp = ours.log_softmax(-1)[0].gather(1, batch.targets[:, None]).squeeze(1)
@@ -126,7 +127,7 @@ def test_sampled_tokens_have_the_gradient_of_trls_loss():
     distilled = (loss[0] * (batch.sample < 2)).mean()  # the other prompt has no teacher
     policy = (-batch.advantage * logp).mean()
     (expected,) = torch.autograd.grad(0.7 * distilled + 0.5 * policy, ours, retain_graph=True)
-    feature.batches(SimpleNamespace(model=student), [batch])
+    feature.batches(own, [batch])
     (found,) = torch.autograd.grad((-batch.advantage * batch.weight * logp).sum(), ours)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
@@ -143,8 +144,12 @@ def test_the_student_approaches_its_teacher(form, tmp_path, learned):
     assert last < 0.75 * first
 
 
-def test_vocabularies_that_are_padded_differently_are_refused(tmp_path, tiny_base, files, capsys):
+def test_padded_vocabularies_and_other_losses_are_refused(tmp_path, tiny_base, files, capsys):
     teacher = write_base(tmp_path / "teacher", vocab_size=120)
     more = ["--teacher", str(teacher), "--jsd-beta", "1"]
-    assert run(distill, arguments(tiny_base, files, tmp_path / "run", *more)) == 2
-    assert "--jsd-beta needs vocabularies of equal size" in one_sentence(capsys)
+    for loss, problem in (
+        ([], "--jsd-beta needs vocabularies of equal size"),
+        (["--loss-type", "cispo"], "leave out --loss-type"),
+    ):
+        assert run(distill, arguments(tiny_base, files, tmp_path / "run", *more, *loss)) == 2
+        assert problem in one_sentence(capsys)
