@@ -32,11 +32,6 @@ from nanogrpo.logs.files import replace
 
 TEMPLATE = Path(__file__).with_name("view.html")
 LIMIT = 64 * 2**20  # bytes; the page may become slightly larger
-HEADERS = {
-    "Cache-Control": "no-store",
-    "Referrer-Policy": "no-referrer",
-    "X-Frame-Options": "DENY",
-}
 TEXT, DATA = "text/plain; charset=utf-8", "application/octet-stream"
 
 
@@ -112,11 +107,17 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         status, kind, body = self._answer()
+        headers = {
+            "Content-Type": kind,
+            "Cache-Control": "no-store",
+            "Referrer-Policy": "no-referrer",
+            "X-Frame-Options": "DENY",
+            "Content-Length": str(len(body)),
+        }
         with contextlib.suppress(OSError):  # the browser has closed the connection
             self.send_response(status)
-            for name, value in {"Content-Type": kind, **HEADERS}.items():
+            for name, value in headers.items():
                 self.send_header(name, value)
-            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
 

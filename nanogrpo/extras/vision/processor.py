@@ -41,10 +41,6 @@ from nanogrpo.errors import UserError, read_json, reading
 from nanogrpo.extras.vision.config import VisionModelConfig
 from nanogrpo.logs.files import replace
 
-# The files that may describe the processor.
-# The second file has the settings under "image_processor".
-# If both files exist, the second file is used, as in transformers.
-FILES = ("preprocessor_config.json", "processor_config.json")
 SMALL = 256  # the longest side of a thumbnail, in pixels
 
 
@@ -69,7 +65,9 @@ class Settings:
         config = folder / "config.json"
         with reading(config, "use the model's original file", "does not describe a model"):
             vision = VisionModelConfig.from_dict(read_json(config), str(config)).vision
-        first, second = (folder / name for name in FILES)
+        # Two files may describe the processor. The second has the settings under "image_processor".
+        # If both files exist, the second file is used, as in transformers.
+        first, second = folder / "preprocessor_config.json", folder / "processor_config.json"
         raw = second.exists() and read_json(second).get("image_processor")
         where = second if raw else first
         raw = raw or read_json(first)
