@@ -183,7 +183,7 @@ def _names(given: Given) -> dict[str, Any]:
     """Return {option: name} for the options that are given as Python objects. The checks and the
     log use these names.
     """
-    names: dict[str, Any] = {
+    names = {
         "reward_funcs": tuple(
             f if isinstance(f, str) else f"{_name(f)} from Python" for f in given.reward_funcs
         ),

@@ -227,15 +227,17 @@ def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
         Row(f"keys and values gathered for {Tk:,} rows", key_rows * (Tk - T)),
         Row(f"logits of {rows:,} tokens", each * rows * c.vocab_size + 4 * head),
     ]
-    for judge in inputs.rewards.local:
-        if isinstance(judge, nn.Module):
-            out.append(Row(f"reward model {judge.__name__}", stored(judge)))
+    out += [
+        Row(f"reward model {judge.__name__}", stored(judge))
+        for judge in inputs.rewards.local
+        if isinstance(judge, nn.Module)
+    ]
     for feature in inputs.features:
         for name, other in zip(*(getattr(feature, key, ()) for key in ("names", "frozen"))):
             first, *rest = other.blocks  # FSDP gathers the root and two blocks
             units = 2 * (numbers(other) - sum(map(numbers, rest)) + numbers(first))
-            out.append(Row(f"frozen model {name}", stored(other) // W, host))
-            out.append(Row(f"gathered of {name}", units))
+            frozen = Row(f"frozen model {name}", stored(other) // W, host)
+            out += [frozen, Row(f"gathered of {name}", units)]
     if visual := getattr(model.model, "visual", None):  # all prompts could consist of pictures
         out.append(Row("pictures", T * visual.activation_bytes(2, kind)))
 

@@ -297,7 +297,7 @@ class ReferenceOptions(Core):
 
     def problems(self) -> Iterator[str]:
         for other in ("ref_model", "lora_r"):
-            if self.ref_model_sync_steps and getattr(self, other, False):
+            if self.ref_model_sync_steps and getattr(self, other):
                 yield (
                     f"--ref-model-sync-steps cannot be used with --{dashed(other)}, because the"
                     " reference is then not a copy of the policy: leave one of them out."

@@ -46,7 +46,7 @@ class LoRALinear(nn.Module):
         super().__init__()
         r = cfg.lora_r
         self.in_features, self.out_features = base.in_features, base.out_features
-        self.bias: Any = None
+        self.bias = None
         for name, p in base.named_parameters():  # checkpoints contain these names
             setattr(self, name, p)
         self.internal = ("lora_A", "lora_B", *getattr(base, "internal", ()))

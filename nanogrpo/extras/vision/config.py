@@ -72,7 +72,7 @@ class VisionModelConfig(ModelConfig):
         check(where, "model_type", raw.get("model_type"), ["qwen3_vl"])
         text = raw["text_config"]
         angles = text.get("rope_scaling") or text.get("rope_parameters") or {}
-        given: dict[str, Any] = {
+        given = {
             **angles,
             **raw["vision_config"],
             "image_token_id": raw.get("image_token_id"),
