@@ -90,7 +90,7 @@ class AheadEngine(Wrapper):
     def close(self) -> None:
         """Drop the samples of steps in progress, then close the engine."""
         self.pool.shutdown(wait=False, cancel_futures=True)
-        self.engine.close()
+        super().close()
 
 
 def staleness(versions: Sequence[Counter[int]], step: int) -> dict[str, float]:

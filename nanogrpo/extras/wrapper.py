@@ -8,17 +8,27 @@ In: an engine (engine/base.py). Out: an engine that the training loop uses in th
 next: ahead.py.
 """
 
-from typing import Any
+from torch import nn
 
 from nanogrpo.engine.base import Engine
 
 
 class Wrapper:
     """A wrapper around another engine. Subclasses define `sample`, with the arguments of
-    `Engine.sample`. All other attributes are those of the other engine.
+    `Engine.sample`, and pass on all other calls.
     """
 
     engine: Engine
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    def load(self, model: nn.Module, version: int) -> None:
+        self.engine.load(model, version)
+
+    def metrics(self) -> dict[str, float]:
+        return self.engine.metrics()
+
+    def close(self) -> None:
+        self.engine.close()
