@@ -20,14 +20,14 @@ demo: .venv/plot.done
 # The task and the options of the benchmarks are in examples/word_problems.json. RECIPE overrides
 # some of them: the learning rate falls to 0, so that the accuracy does not decay. The best and the
 # last checkpoint are kept, each with 2 GB.
-RECIPE := --max-steps 28 --scale-rewards batch --lr-scheduler-type linear --warmup-steps 3 \
-	--token-budget 1024
+RECIPE := --max-steps 48 --scale-rewards batch --lr-scheduler-type linear --warmup-steps 3 \
+	--max-completion-length 28 --token-budget 1024
 real: .venv/real.done runs/smollm2
 	rm -rf runs/real
 	$(BIN)/python examples/word_problems.py runs/problems
 	$(BIN)/python train.py --config examples/word_problems.json $(RECIPE) \
 		--log-completions --log-tokens \
-		--load-best-model-at-end --eval-steps 7 --save-steps 7 --save-total-limit 1
+		--load-best-model-at-end --eval-steps 12 --save-steps 12 --save-total-limit 1
 	$(BIN)/python -m nanogrpo plot runs/real
 	$(BIN)/python -m nanogrpo view runs/real
 	$(BIN)/python examples/before_after.py runs/smollm2 \
@@ -41,11 +41,12 @@ runs/smollm2: | .venv/real.done
 	$(BIN)/python examples/smollm2.py $@
 
 # Train with the newest record of the speedrun (examples/speedrun/README.md), or with another file.
+SEEDS ?= 0 1 2 3 4
 RECORD ?= $(lastword $(sort $(wildcard examples/speedrun/records/*.json)))
 speedrun: .venv/real.done runs/smollm2
 	$(BIN)/python examples/word_problems.py runs/problems
 	cp $(RECORD) runs/speedrun.json
-	$(BIN)/python -m examples.speedrun.run runs/speedrun.json
+	$(BIN)/python -m examples.speedrun.run runs/speedrun.json --seeds $(SEEDS)
 	$(BIN)/python -m examples.speedrun.verify runs/speedrun.json
 
 # The same tests on every machine: a GPU is hidden, and `make gpu` runs those that need one.

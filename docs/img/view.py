@@ -1,9 +1,9 @@
 """Take the pictures of `nanogrpo view` in the documentation: python -m docs.img.view RUN
 
-In: the output folder of a run with --eval-steps 7, --log-completions and --log-tokens, such as that
-of `make real`. Out: view.gif, which moves the slider through the run, and view.png, view_dark.png
-and view_phone.png, in this folder. This program needs chromium and chromedriver. Read next:
-tests/logs/browser.py.
+In: the output folder of a run with --eval-steps 12, --log-completions and --log-tokens, such as
+that of `make real`. Out: view.gif, which moves the slider through the run, and view.png,
+view_dark.png and view_phone.png, in this folder. This program needs chromium and chromedriver. Read
+next: tests/logs/browser.py.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from nanogrpo.extras.view.server import write
 from tests.logs.browser import Browser, open_browser
 
 HERE = Path(__file__).parent
-# Show a problem whose answer the steps 8 to 14 have corrected.
+# Show a problem whose answer the steps 13 to 24 have corrected.
 CORRECTED = """
 const was = (problem, i) => quality(problem.visits[0][i].mean);
 pick(story.problems.find(problem => was(problem, 1) === 0 && was(problem, 2) === 1));
 """
 # name, size, whether it is dark, the state of the page, and what happens there
 PICTURES = [
-    ("view", (1280, 860), False, "step=14", CORRECTED),
-    ("view_dark", (1280, 700), True, "tab=completions&step=14", ""),
-    ("view_phone", (390, 720), False, "step=14", CORRECTED),
+    ("view", (1280, 860), False, "step=24", CORRECTED),
+    ("view_dark", (1280, 700), True, "tab=completions&step=24", ""),
+    ("view_phone", (390, 720), False, "step=24", CORRECTED),
 ]
 
 
