@@ -67,7 +67,7 @@ def differing(count: int) -> list[str]:
     found = {name: mean for name, _, mean, _ in main(count)}
     if [*found] != [*stated]:
         return ["the names of the experiments"]
-    # small means depend on a few tokens, which differ between processors
+    # a small mean comes from a few tokens, and other processors round other tokens
     least = {name: mean / 10 if mean > 1e-4 else 0.0 for name, mean in stated.items()}
     return [name for name, x in found.items() if not least[name] <= x <= 10 * stated[name]]
 

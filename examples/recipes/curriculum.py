@@ -43,7 +43,7 @@ class Options(Config):
 
     def problems(self):
         if self.max_staleness or self.environment_factory:
-            yield "a curriculum draws after each step: no --max-staleness, --environment-factory."
+            yield "a curriculum refuses --max-staleness and --environment-factory: leave them out."
 
 
 class Curriculum(Feature):

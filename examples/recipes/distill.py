@@ -54,7 +54,7 @@ class Options(Config):
 
     def problems(self):
         if self.jsd_beta is not None and self.needs_two_phases:
-            yield "--jsd-beta replaces the loss: leave out all other options of the loss."
+            yield "--jsd-beta replaces the loss, so leave out options such as --loss-type cispo."
 
 
 def kl(a, b):

@@ -28,7 +28,7 @@ class Options(Config):
 
     def problems(self):
         if self.max_staleness:
-            yield "--max-staleness: evaluations would change the weights of an engine that samples."
+            yield "--max-staleness must be 0: evaluations change the weights of the engine."
 
 
 class EMA(Feature):

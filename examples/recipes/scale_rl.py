@@ -40,7 +40,7 @@ class Options(Config):
 
     def problems(self):
         if self.max_staleness or self.environment_factory:
-            yield "ScaleRL draws after each step: no --max-staleness, --environment-factory."
+            yield "ScaleRL refuses --max-staleness and --environment-factory: leave them out."
 
 
 class ScaleRL(Feature):

@@ -126,6 +126,7 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
         from nanogrpo.extras.reward_model import RewardModels
 
         yield RewardModels()
+    # the features of a recipe come after all others
     last = [*getattr(given, "features", lambda cfg: ())(cfg)]
     if not {name.partition(":")[0] for name in cfg.reward_funcs} <= builtin.BUILT_IN.keys():
         from nanogrpo.extras.reward_inputs import RewardInputs, asked
@@ -133,7 +134,7 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
 
         yield Rewards(cfg)
         if names := asked([*cfg.reward_funcs, *given.reward_funcs]):
-            last.append(RewardInputs(names))  # wraps the engines of all other features
+            last.append(RewardInputs(names))  # wraps the engines of all features
     if cfg.model.startswith("warmup:"):
         raise UserError(
             "--model warmup:STEPS was removed: run `nanogrpo warmup FOLDER`, then use "

@@ -43,9 +43,13 @@ class Bitwise(Feature):
 
     def running(self, run: Run) -> ExitStack:
         ours = functions(run.world.device)
-        usual = gpu_attention.backend  # for the windows of a reward or reference model
-        chosen = "backend", lambda *how: usual(*how) if how[3] else ours.attention
-        return swapped(run.world.device, ours, (gpu_attention, *chosen))
+        usual = gpu_attention.backend
+
+        def backend(*how: Any) -> gpu_attention.Backend:
+            # a reward or reference model may have windows, although the policy may not
+            return usual(*how) if how[3:] > (0,) else ours.attention
+
+        return swapped(run.world.device, ours, (gpu_attention, "backend", backend))
 
 
 class ExactEngine(LocalEngine):

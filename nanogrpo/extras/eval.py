@@ -42,8 +42,8 @@ TAKEN = """
     data dataset_config dataset_test_split prompt_column answer_column system_prompt
     enable_thinking chat_template_kwargs max_prompt_length long_prompts output_dir
     reward_funcs reward_weights reward_timeout
-    num_generations_eval eval_temperature eval_samples max_completion_length top_k top_p min_p
-    seed head_dtype
+    num_generations_eval eval_temperature eval_samples max_completion_length top_k min_p seed
+    head_dtype
 """
 OPTIONS = f"""{TAKEN}
     model overwrite_output_dir engine max_concurrent cache_tokens server vllm_options vllm_gpus

@@ -19,7 +19,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import inspect
-import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,9 +82,11 @@ class InformedEngine(Wrapper):
             s.arguments["pieces"] = pieces(s.token_ids, self.run.tokenizer, self.texts)
         if "entropy" in self.names:
             add_entropies(self.run, samples)
+        # a column of the data has priority; removed only now, because `add_entropies` communicates
         columns = {name for s in samples for name in s.prompt.columns}
-        for s, name in itertools.product(samples, columns & self.names):
-            del s.arguments[name]
+        for s in samples:
+            for name in columns & self.names:
+                del s.arguments[name]
         return samples
 
 

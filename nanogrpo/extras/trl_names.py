@@ -184,7 +184,7 @@ IGNORED = table(
     use_transformers_paged
         the local engine has a key-value cache and always batches continuously
     debug
-        a gradient with NaN or infinity ends the run, except with --dtype float16
+        a gradient with NaN or infinity ends the run, except with `--dtype` float16
     disable_dropout
         the dropout settings in config.json are always ignored
     pad_to_multiple_of

@@ -123,7 +123,6 @@ def plan(
     if computed and not trained:
         trained = [min(computed, key=lambda i: facts[i].prompt_length + facts[i].end)]
     share = math.ceil(len(facts) / ranks)  # rank r drew the samples r·share to (r + 1)·share
-
     # the same prompt in another group may have other tokens, such as those of an environment
     groups: dict[tuple, list[int]] = {}
     for i in trained:

@@ -89,7 +89,8 @@ class RewardProcess:
         CallLost.
         """
         if self.process.poll() is not None:
-            self.kill()  # kills its children; later, another process might have its ID
+            # Kill its children now. Later, another process may have its ID.
+            self.kill()
             self.start()
         return self._ask(
             f"the reward function {self.names[spec]}", (spec, arguments, shared), self.timeout

@@ -210,7 +210,7 @@ class Saver:
         this.
         """
         self.wait()
-        # rank 0 writes the model after the other ranks have ended their part of the save
+        # the other ranks may wait long here, because rank 0 still writes the model
         self.patient.any(error=self.failure())
 
     # --- resuming ---

@@ -112,7 +112,7 @@ class VLLMEngine:
             # The other ranks wait here, because the collectives in `gather` have a timeout.
             self.world.once(lambda: None)
             self.sync.gather(model)
-            if version == self.version:  # other weights, which must not use cached keys
+            if version == self.version:  # these may be other weights, with other cached keys
                 self.sync.run = secrets.token_hex(6)
             self.version = version
             if not self.sleeps:

@@ -16,7 +16,10 @@ from tests.model.head_inputs import CLIP
 T, I, O = 1000, 64, 192
 
 
-def by_onednn(seen: Traffic) -> int:
+def onednn_products(seen: Traffic) -> int:
+    """Return the number of oneDNN's products. Their name is neither mm nor addmm, so Traffic counts
+    them as element-wise.
+    """
     return seen.elementwise.names.count("_linear_pointwise")
 
 
@@ -41,7 +44,7 @@ def test_results_and_gradients_are_as_exact_as_the_blas(bias, rows, dtype):
     exact = both(F.linear, torch.float64)
     with Traffic() as seen:
         mine = both(kernel.linear, dtype)
-    assert by_onednn(seen) == 3
+    assert onednn_products(seen) == 3
     for got, blas, true in zip(mine, both(F.linear, dtype), exact, strict=True):
         assert got.dtype == dtype
         error, usual = ((x.double() - true).norm() / true.norm() for x in (got, blas))
@@ -52,10 +55,12 @@ def test_only_the_gradients_that_are_needed_are_computed():
     x, w = draw(T, I, seed=0), draw(O, I, seed=1).requires_grad_()
     with Traffic() as seen:
         kernel.linear(x, w).sum().backward()
-    assert by_onednn(seen) == 2  # a frozen input has no gradient: the first layer under adapters
+    assert (
+        onednn_products(seen) == 2
+    )  # a frozen input has no gradient: the first layer under adapters
     with Traffic() as seen, torch.no_grad():
         kernel.linear(x, w)
-    assert by_onednn(seen) == 1
+    assert onednn_products(seen) == 1
 
 
 @pytest.mark.parametrize(("frozen", "kept"), [(0, 0), (1, 1)])
@@ -104,7 +109,7 @@ def test_the_head_uses_the_same_products():
 
     with Traffic() as seen:
         mine = step(torch.float32)
-    assert by_onednn(seen) == 6 * (3 + 4)  # of each chunk; every product
+    assert onednn_products(seen) == 6 * (3 + 4)  # of each chunk; every product
     assert seen.products.names == []
     for got, true in zip(mine, step(torch.float64), strict=True):
         assert (got.double() - true).norm() <= 1e-5 * true.norm()

@@ -19,7 +19,7 @@ import json, pathlib
 
 def by_token(prompts, completion_ids, logp, entropy, pieces, **kwargs):
     rows = list(zip(prompts, completion_ids, logp, entropy, pieces))
-    if pieces[0] != "of the data":
+    if pieces[0] != "of the data":  # the column of the held-out data
         pathlib.Path(__file__).with_name("seen.json").write_text(json.dumps(rows))
     return [[float(i % 2) for i in ids] for ids in completion_ids]
 """

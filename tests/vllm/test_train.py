@@ -101,8 +101,8 @@ def test_staleness_describes_the_samples_that_are_trained_on(argv, tmp_path):
 def test_a_lost_server_leaves_a_checkpoint_to_resume(
     argv, tmp_path, fake, capsys, path, requests, done
 ):
-    """Without a finished step there is none, and the folder is not taken. The second step was saved
-    before.
+    """Without a finished step there is none, and a new run may use the folder. After two steps, the
+    checkpoint exists already.
     """
 
     def disturb(method, called, body):
