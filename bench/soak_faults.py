@@ -202,7 +202,7 @@ class Run:
         return [pid for pid, command in commands.items() if part in command and pid != launcher]
 
     def choose(self, who: str, rng: random.Random) -> list[int]:
-        """Wait for processes of a kind. Return one of them, or [] if the run ends first."""
+        """Wait for processes of a kind. Return [one of them], or [] if the run ends first."""
         while not (found := self.find(who)) and self.alive():
             time.sleep(0.02)
         return found and [rng.choice(found)]

@@ -145,9 +145,8 @@ def peak_flops(device: str | None) -> float | None:
 def write_model(
     shape: ModelConfig, folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> None:
-    """Write random weights and a tokenizer. The weights are created directly on the device, which
-    is faster. The allocator reads its settings when it is first used, so they are set here, as in a
-    run.
+    """Write random weights and a tokenizer. A GPU creates the weights faster than a CPU. Its
+    allocator reads its settings when it is first used, so they are set here, as in a run.
     """
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     tokenizer = warmup.write_tokenizer(folder)

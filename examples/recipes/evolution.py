@@ -43,7 +43,7 @@ class Options(Config):
 
     def problems(self):
         if self.num_generations % 2 or self.max_resample_times:
-            yield "--num-generations must be even (pairs of noise), and --max-resample-times 0."
+            yield "--num-generations must be even (noise in pairs); --max-resample-times must be 0."
 
 
 def weights(model):
