@@ -94,6 +94,7 @@ def test_the_thread_that_writes_a_checkpoint_never_waits_for_the_gpu(rows_of, mo
     Waiting here counts as an error, which would end the run.
     """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.delattr(filesystem, "_OverlappingCpuLoader")
     assert len(rows_of("--max-steps 2 --save-steps 1")) == 2
 
