@@ -22,8 +22,6 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
-import json
-import math
 import re
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
@@ -40,6 +38,11 @@ from nanogrpo.types import Conversation, Prompt, Sample
 
 BLOCK = re.compile(r"<think>(.*?)(?:</think>|\Z)|<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 FORM = '<tool_call>{"name": "...", "arguments": {...}}</tool_call>, in valid JSON'
+# How transformers parses the text of one call. The anchor is required, but not used here.
+TEMPLATE = {
+    "start_anchor": "<tool_call>",
+    "fields": {"call": {"content": "json", "transform": {"function": "{content}"}}},
+}
 # These words mark places in a rendered template. They do not occur in any template.
 QUESTION, ARGUMENT, ANSWER = "Qquestion7x", "Qargument7x", "Qanswer7x"
 
@@ -95,9 +98,7 @@ class ToolCalls:
         # the largest number of characters in a token
         self.longest = max(map(len, tokenizer._tokenizer.get_vocab()))
         self.schemas = schemas(functions, environments)
-        described = [each["function"] for each in self.schemas]
-        self.names = [each["name"] for each in described]
-        self.arguments = {each["name"]: each["parameters"]["properties"] for each in described}
+        self.names = [each["function"]["name"] for each in self.schemas]
         self._check()
         # Some templates end with "<think>". The model then starts inside its reasoning.
         opens = self._render([{"role": "user", "content": QUESTION}]).rstrip().endswith("<think>")
@@ -171,12 +172,7 @@ class ToolCalls:
         """Add the turn that starts at token `start` to the conversation. Return its tool calls."""
         ids = s.token_ids[start:]
         text = self.tokenizer.decode(ids[:-1] if s.stopped else ids, skip_special_tokens=False)
-        message, calls = parse(self.opening + text)
-        for call in calls:  # the model may have written an argument as text, such as "7" for 7
-            expected = self.arguments.get(call.name, {})
-            for name, value in call.arguments.items():
-                if isinstance(value, str):
-                    call.arguments[name] = converted(value, expected.get(name, {}))
+        message, calls = parse(self.opening + text, self.schemas)
         conversation: Any = s.conversation  # set by `__call__`
         conversation.messages.append(message)
         return calls
@@ -279,7 +275,7 @@ class ToolCalls:
 
     def _check(self) -> None:
         option, name = self.option, self.names[0]
-        if len(self.arguments) < len(self.names):
+        if len({*self.names}) < len(self.names):
             twice = max(self.names, key=self.names.count)
             raise UserError(f"{option}: two tools have the name {twice}: rename one of them.")
         answer = {"role": "tool", "name": name, "content": ANSWER}
@@ -300,8 +296,9 @@ class ToolCalls:
 def schemas(functions: Sequence[Callable], environments: Environments | None) -> list[dict]:
     """Return the JSON schemas of the tools, made from their type hints and docstrings."""
     try:
-        # this import takes a second, and only a run with tools needs it
-        from transformers.utils import get_json_schema
+        # This import takes a second, and only a run with tools needs it.
+        # `read_call` uses the parser.
+        from transformers.utils import chat_parsing, get_json_schema  # noqa: F401
     except ImportError as e:
         raise UserError(
             "--tools and --environment-factory need transformers, which describes tools to the "
@@ -324,8 +321,8 @@ def schemas(functions: Sequence[Callable], environments: Environments | None) ->
 # --- the model's text ---
 
 
-def parse(text: str) -> tuple[dict, list[Call]]:
-    """Parse a text into an assistant message and its tool calls.
+def parse(text: str, tools: Sequence[dict] = ()) -> tuple[dict, list[Call]]:
+    """Parse a text into an assistant message and its tool calls. `tools` are the tools' schemas.
 
     Ignore calls inside a thought. A call that cannot be read stays in the content of the message.
     """
@@ -337,7 +334,7 @@ def parse(text: str) -> tuple[dict, list[Call]]:
         if written is None:
             thoughts.append(thought)
             continue
-        calls.append(read_call(written if closed else ""))
+        calls.append(read_call(written if closed else "", tools))
         if not calls[-1].name:
             content.append(block[0])
     content.append(text[end:])
@@ -353,49 +350,19 @@ def _joined(texts: list[str]) -> str:
     return "\n".join(filter(None, map(str.strip, texts)))
 
 
-def read_call(text: str) -> Call:
-    """Parse the JSON text of a call."""
+def read_call(text: str, tools: Sequence[dict]) -> Call:
+    """Parse the JSON text of a call. The model may have written an argument as text, such as "7"
+    for 7. As in TRL, transformers then converts the argument to its type in the schema of the tool.
+    """
+    from transformers.utils.chat_parsing import parse_response
+
     # RecursionError: too many brackets
     with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):
-        call = json.loads(text)
+        call = parse_response(text, TEMPLATE, prefix="", tools=[*tools])["call"]["function"]
         name, arguments = call["name"], call.get("arguments") or {}
         if isinstance(name, str) and isinstance(arguments, dict):
             return Call(name, arguments)
     return Call("", {})
-
-
-def types_of(schema: dict) -> list[str]:
-    """Return the types that a schema allows, in the order in which transformers tries them."""
-    types = schema.get("type", [])
-    types = [types] if isinstance(types, str) else [*types]
-    for choice in schema.get("anyOf", []):
-        types += types_of(choice)
-    return types + ["null"] * ("nullable" in schema)
-
-
-def converted(text: str, schema: dict) -> Any:
-    """Convert a string to the first possible type of a schema, as transformers and TRL do. If no
-    type is possible, the string is returned unchanged. The tool may refuse it.
-    """
-    word = text.strip()
-    for type in types_of(schema):
-        with contextlib.suppress(ValueError, LookupError, RecursionError):
-            if type == "boolean":
-                return {"true": True, "1": True, "false": False, "0": False}[word.lower()]
-            if type == "null":
-                return {"null": None, "None": None}[word]
-            if type == "integer":
-                with contextlib.suppress(ValueError):
-                    return int(text)
-            if type in ("integer", "number"):
-                number = float(text)
-                if number.is_integer() and (type == "integer" or "." not in text):
-                    return int(number)
-                if type == "number" and math.isfinite(number):
-                    return number
-            elif isinstance(value := json.loads(text), {"object": dict, "array": list}[type]):
-                return value
-    return text
 
 
 def failed(error: Any) -> Answer:
