@@ -116,7 +116,8 @@ def main(argv: Sequence[str]) -> list[dict]:
                         seconds[name] += timing.seconds if i >= 0 else []
                     gap = largest_gap(model, engine)
                     assert gap < 1e-4, f"the server's log-probs are off by {gap}: the sync failed"
-            nbytes = sum(slot.nbytes for slot in first.sync.layout.slots)
+            contents = first.sync.layout.contents
+            nbytes = sum(end - start for each in contents for *_, start, end in each)
             for name in engines:
                 timing = common.Timing(seconds[name])
                 records.append(

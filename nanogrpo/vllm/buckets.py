@@ -45,18 +45,6 @@ def device_facts(device: torch.device) -> dict[str, str]:
 # --- the layout ---
 
 
-@dataclass(frozen=True)
-class Slot:
-    """The position of one tensor in a bucket."""
-
-    name: str
-    dtype: torch.dtype
-    shape: list[int]
-    bucket: int
-    offset: int  # bytes from the start of the bucket
-    nbytes: int
-
-
 class Layout:
     """Tensors stored one after another in buckets of at most `bucket_bytes`. A larger tensor gets
     its own bucket.
@@ -71,23 +59,23 @@ class Layout:
 
     def __init__(self, entries: Sequence[Sequence], bucket_bytes: int = BUCKET_BYTES):
         self.entries, self.bucket_bytes = entries, bucket_bytes
-        self.slots = []
         self.sizes = [0]  # bytes of each bucket
+        # the tensors of each bucket: name, dtype, shape, first byte, and the byte after the last
+        self.contents: list[list[tuple]] = [[]]
         for name, dtype, shape in entries:
             nbytes = DTYPES[dtype].itemsize * math.prod(shape)
             start = -(-self.sizes[-1] // ALIGN) * ALIGN
             if start and start + nbytes > bucket_bytes:
                 self.sizes.append(0)
+                self.contents.append([])
                 start = 0
-            bucket = len(self.sizes) - 1
-            self.slots.append(Slot(name, DTYPES[dtype], shape, bucket, start, nbytes))
-            self.sizes[-1] = start + nbytes
+            self.sizes[-1] = end = start + nbytes
+            self.contents[-1].append((name, DTYPES[dtype], shape, start, end))
 
     def views(self, bucket: Tensor, index: int) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of one bucket, [size] uint8, as views of it."""
-        for s in self.slots:
-            if s.bucket == index:
-                yield s.name, bucket[s.offset : s.offset + s.nbytes].view(s.dtype).view(s.shape)
+        for name, dtype, shape, start, end in self.contents[index]:
+            yield name, bucket[start:end].view(dtype).view(shape)
 
 
 def checksum(bucket: Tensor) -> int:
@@ -104,7 +92,7 @@ class InitInfo:
     """The body of /init_weight_transfer_engine: everything that does not change between updates."""
 
     transport: str  # broadcast or memory
-    layout: list  # [[name, dtype, shape], …]
+    layout: Sequence  # [[name, dtype, shape], …]
     bucket_bytes: int
     timeout: float  # seconds for which a worker waits for the trainer
     address: str = ""  # broadcast: the address of the trainer's store

@@ -19,6 +19,7 @@ Read next: worker.py (the other end), client.py (the caller).
 """
 
 import contextlib
+import dataclasses
 import itertools
 import secrets
 import threading
@@ -93,23 +94,19 @@ class WeightSync:
         of workers.
         """
         self.disconnect(server)
-        info: dict[str, Any] = {
-            "transport": transport,
-            "layout": self.layout.entries,
-            "bucket_bytes": self.layout.bucket_bytes,
-            "timeout": self.timeout,
-        }
+        info = InitInfo(transport, self.layout.entries, self.layout.bucket_bytes, self.timeout)
+        joining = None
         if transport == "memory":
-            server.post(CONNECT, {"init_info": info | {"handles": self.shared.handles()}})
-            return
-        # without this socket, torch's store would listen on every network interface
-        sock = listen(server.reached_from)
-        info |= {"address": server.reached_from, "port": sock.getsockname()[1]}
-        info |= {"group": secrets.token_hex(8), "size": 1 + workers}
-        join = InitInfo(**info)
-        joining = on_thread(lambda: BroadcastGroup(join, 0, self.device, sock))
-        server.post(CONNECT, {"init_info": info})
-        server.group = _result(joining, server)
+            info.handles = self.shared.handles()
+        else:
+            # without this socket, torch's store would listen on every network interface
+            sock = listen(server.reached_from)
+            info.address, info.port = server.reached_from, sock.getsockname()[1]
+            info.group, info.size = secrets.token_hex(8), 1 + workers
+            joining = on_thread(lambda: BroadcastGroup(info, 0, self.device, sock))
+        server.post(CONNECT, {"init_info": dataclasses.asdict(info)})
+        if joining:
+            server.group = _result(joining, server)
 
     def disconnect(self, server: Server) -> None:
         group, server.group = server.group, None

@@ -47,15 +47,16 @@ from tests.vllm.real import train_a_little
 def test_tensors_are_in_order_disjoint_and_aligned(tensors, bucket_bytes):
     layout = Layout([[f"p{i}", d, s] for i, (d, s) in enumerate(tensors)], bucket_bytes)
     end = (0, 0)
-    for slot, (dtype, shape) in zip(layout.slots, tensors):
-        assert slot.offset % ALIGN == 0
-        assert slot.nbytes == DTYPES[dtype].itemsize * math.prod(shape)
-        assert (slot.bucket, slot.offset) >= end or (slot.bucket == end[0] + 1 and slot.offset == 0)
-        end = (slot.bucket, slot.offset + slot.nbytes)
-        assert end[1] <= layout.sizes[slot.bucket]
+    slots = [(i, *slot[-2:]) for i, each in enumerate(layout.contents) for slot in each]
+    for (bucket, start, stop), (dtype, shape) in zip(slots, tensors, strict=True):
+        assert start % ALIGN == 0
+        assert stop - start == DTYPES[dtype].itemsize * math.prod(shape)
+        assert (bucket, start) >= end or (bucket == end[0] + 1 and start == 0)
+        end = (bucket, stop)
+        assert stop <= layout.sizes[bucket]
     # No bucket is larger than requested, unless it holds a single tensor.
-    for i, size in enumerate(layout.sizes):
-        assert size <= bucket_bytes or len([s for s in layout.slots if s.bucket == i]) == 1
+    for size, each in zip(layout.sizes, layout.contents, strict=True):
+        assert size <= bucket_bytes or len(each) == 1
     # Values written through the views of one end are read through those of the other.
     again = Layout(json.loads(json.dumps(layout.entries)), bucket_bytes)
     for i, size in enumerate(layout.sizes):
