@@ -187,6 +187,14 @@ def stored(module: nn.Module) -> int:
     return sum(p.nbytes for p in module.parameters())
 
 
+def gathered(model: Decoder, blocks: int) -> int:
+    """Return the bytes of the root and of some blocks of the decoder when FSDP gathers them, which
+    takes 2 bytes per number. Torch 2.11 does so even for the bytes of a 4-bit matrix.
+    """
+    root = numbers(model) - sum(map(numbers, model.blocks))
+    return 2 * (root + blocks * numbers(model.model.layers[0]))
+
+
 def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
     """Return the estimate for one rank. Only shapes are needed, so the models may be on the meta
     device. `main` says whether the rank is rank 0, which stores the most.
@@ -194,11 +202,8 @@ def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
     model, world, longest_prompt = inputs.model, inputs.world, inputs.longest_prompt
     c, W, host = model.cfg, world.size, cfg.cpu_offload
     trained, n = weights.sizes(model)
-    # FSDP gathers 2 bytes per number; torch 2.11 does so even for the bytes of a 4-bit matrix
-    gathered, block = 2 * numbers(model), 2 * numbers(model.model.layers[0])
-    root = gathered - sum(2 * numbers(each) for each in model.blocks)
-    if cfg.reshard_after_forward != "never":
-        gathered = root + 2 * block
+    kept_gathered = cfg.reshard_after_forward == "never"
+    unsharded = 2 * numbers(model) if kept_gathered else gathered(model, 2)
     moments = round((2.05 if cfg.optim == "adamw_torch_8bit" else 8) * trained / W)
     T, Tk, several = longest_strip(cfg, W, longest_prompt)
     # While gradients of several micro-batches are summed, a rank has the whole sum, not a shard.
@@ -213,14 +218,14 @@ def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
     each = 6 if logits == torch.float32 else 2
     head = c.vocab_size * c.hidden_size if model.lm_head.weight.requires_grad else 0
     second = cfg.beta and not (cfg.lora_r or cfg.ref_model)  # a copy of the model
-    reference = 4 * n // W + (gathered if whole else root) if second else 0
+    reference = 4 * n // W + (unsharded if whole else gathered(model, 0)) if second else 0
     dequantized = 2 * c.hidden_size * c.intermediate_size if cfg.load_in_4bit else 0
     out = [
         Row("parameters", stored(model) // W, host),
         Row("optimizer", moments, host),
         Row("gradients, summed before they are reduced", 4 * trained if summed else 0),
         Row("gradients", 4 * trained // W if host or not summed else 0, host),
-        Row("16-bit copies of the weights" if whole else "gathered by FSDP", gathered),
+        Row("16-bit copies of the weights" if whole else "gathered by FSDP", unsharded),
         Row("a dequantized matrix", dequantized),
         Row("reference model", reference, host),
         Row(f"activations of {T:,} tokens", T * (layers * kept + again + 6 * c.hidden_size)),
@@ -234,10 +239,8 @@ def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
     ]
     for feature in inputs.features:
         for name, other in zip(*(getattr(feature, key, ()) for key in ("names", "frozen"))):
-            first, *rest = other.blocks  # FSDP gathers the root and two blocks
-            units = 2 * (numbers(other) - sum(map(numbers, rest)) + numbers(first))
             frozen = Row(f"frozen model {name}", stored(other) // W, host)
-            out += [frozen, Row(f"gathered of {name}", units)]
+            out += [frozen, Row(f"gathered of {name}", gathered(other, 2))]
     if visual := getattr(model.model, "visual", None):  # all prompts could consist of pictures
         out.append(Row("pictures", T * visual.activation_bytes(2, kind)))
 
@@ -395,10 +398,9 @@ def for_sampling(cfg: Config, model: Decoder, world: World, completions: int) ->
     """
     if world.device.type == "cpu" or cfg.engine != "local":
         return cfg
-    # includes the largest unit that FSDP gathers: the root and a block
-    gathered = 2 * (numbers(model) - sum(map(numbers, model.blocks[1:]))) * (world.size > 1)
     used = torch.cuda.memory_allocated(world.device) + 2 * weights.sizes(model)[1] + MARGIN
-    free = (capacity(world)[0] - used - gathered) // token_bytes(model.cfg)
+    used += gathered(model, 1) * (world.size > 1)
+    free = (capacity(world)[0] - used) // token_bytes(model.cfg)
     fitting = min(world.gather(free)) - 2 * PREFILL_TOKENS  # prefill copies its keys
     slots = max(1, min(completions, MOST_SLOTS))
     return given(cfg, max_concurrent=slots, cache_tokens=max(1, fitting))
