@@ -25,7 +25,7 @@ from typing import Any
 
 from nanogrpo.cli import Options
 from nanogrpo.config import dashed
-from nanogrpo.errors import UserError
+from nanogrpo.errors import UserError, without_nulls
 
 logger = logging.getLogger("nanogrpo")
 
@@ -472,28 +472,26 @@ def translate(options: Options, notes: Notes) -> Options:
 
 def _values(given: Options, out: Options, notes: Notes) -> None:
     """Translate the options whose meaning depends only on their own value."""
-    mode = "vllm_importance_sampling_mode"
-    meanings: dict[str, dict[str, dict]] = {
-        "use_vllm": {"true": {"engine": "vllm"}, "false": {"engine": "local"}},
-        "vllm_mode": {"colocate": {}, "server": {}},
-        "vllm_importance_sampling_correction": {
-            "true": {mode: out.get(mode, "sequence_mask")},
-            "false": {mode: "off"},
-        },
-        "use_peft": {"true": {"lora_r": out.get("lora_r") or 16}, "false": {"lora_r": 0}},
-        "use_cpu": {"true": {"device": "cpu"}, "false": {}},
-        "fp16": {"true": {"dtype": "float16"}, "false": {}},
-        "cast_lm_head_to_fp32": {"true": {"head_dtype": "float32"}, "false": {}},
-        "resume_from_checkpoint": {"true": {"resume": True}, "false": {"resume": False}},
-        "sync_ref_model": {
-            "true": {"ref_model_sync_steps": out.get("ref_model_sync_steps", 512)},
-            "false": {"ref_model_sync_steps": 0},
-        },
-        # YAML reads no as false
-        "eval_strategy": {"no": {"eval_steps": 0}, "false": {"eval_steps": 0}, "steps": {}},
-        "save_strategy": {"no": {"save_steps": 0}, "false": {"save_steps": 0}, "steps": {}},
-        "greater_is_better": {"true": {}, "none": {}},
+    mode, steps = "vllm_importance_sampling_mode", "ref_model_sync_steps"
+    flags = {  # our option, its value for true, and its value for false; None: the option is free
+        "use_vllm": ("engine", "vllm", "local"),
+        "vllm_importance_sampling_correction": (mode, out.get(mode, "sequence_mask"), "off"),
+        "use_peft": ("lora_r", out.get("lora_r") or 16, 0),
+        "use_cpu": ("device", "cpu", None),
+        "fp16": ("dtype", "float16", None),
+        "cast_lm_head_to_fp32": ("head_dtype", "float32", None),
+        "resume_from_checkpoint": ("resume", True, False),
+        "sync_ref_model": (steps, out.get(steps, 512), 0),
     }
+    meanings: dict[str, dict[str, dict]] = {
+        name: {"true": {ours: yes}, "false": without_nulls({ours: no})}
+        for name, (ours, yes, no) in flags.items()
+    }
+    meanings["vllm_mode"] = {"colocate": {}, "server": {}}
+    meanings["greater_is_better"] = {"true": {}, "none": {}}
+    for kind in ("eval", "save"):  # YAML reads no as false
+        never = {f"{kind}_steps": 0}
+        meanings[f"{kind}_strategy"] = {"no": never, "false": never, "steps": {}}
     for name in filter(meanings.get, given):
         value = str(given[name]).lower()
         if value not in meanings[name]:
