@@ -172,40 +172,27 @@ class Matrix:
         The layer may be sharded. The whole matrix is needed, because `nested` depends on all of it.
         """
         mine = [getattr(self.layer, name) for name in PARTS]
-        value = source[:]
-        if not isinstance(value, Quantized):
-            value = quantized(value.to(mine[0].device))
-        packed, absmax, factors, mean, _ = value
+        if not isinstance(source, Quantized):
+            source = quantized(source[:].to(mine[0].device))
+        packed, absmax, factors, mean, _ = source
         nested = torch.cat((factors.flatten(), mean.flatten()))  # [k+1]
         full = packed.view(-1, BLOCK // 2), absmax.view(-1, 1), nested.view(-1, 1).view(torch.uint8)
         for part, values in zip(mine, full):
             checkpoint.fill(part, values)
 
 
-class _Stored:
-    """A four-bit matrix from bitsandbytes, with the methods of a safetensors slice."""
-
-    def __init__(self, parts: dict[str, Tensor]):
-        """Read the parts of a matrix. If the parts do not fit together, any exception may be
-        raised.
-        """
-        state = json.loads(bytes(parts[KEYS[-1]].tolist()))
-        if state["blocksize"] != BLOCK:  # not given in config.json
-            raise ValueError(f"blocksize is {state['blocksize']} and not {BLOCK}")
-        shape, offset = torch.Size(state["shape"]), torch.tensor(float(state["nested_offset"]))
-        packed, absmax, factors = (parts[name] for name in ("", ".absmax", ".nested_absmax"))
-        if not 2 * packed.numel() == BLOCK * absmax.numel() == shape.numel():
-            raise ValueError("its tensors have the wrong sizes")
-        self.value = Quantized(packed, absmax, factors, offset, shape)
-
-    def get_shape(self) -> list[int]:
-        return [*self.value.shape]
-
-    def get_dtype(self) -> str:
-        return "NF4"
-
-    def __getitem__(self, _: slice) -> Quantized:
-        return self.value
+def joined(parts: dict[str, Tensor]) -> Quantized:
+    """Return a matrix of bitsandbytes from its tensors (KEYS). If the tensors do not fit together,
+    any exception may be raised.
+    """
+    state = json.loads(bytes(parts[KEYS[-1]].tolist()))
+    if state["blocksize"] != BLOCK:  # not given in config.json
+        raise ValueError(f"blocksize is {state['blocksize']} and not {BLOCK}")
+    shape, offset = torch.Size(state["shape"]), torch.tensor(float(state["nested_offset"]))
+    packed, absmax, factors = (parts[name] for name in ("", ".absmax", ".nested_absmax"))
+    if not 2 * packed.numel() == BLOCK * absmax.numel() == shape.numel():
+        raise ValueError("its tensors have the wrong sizes")
+    return Quantized(packed, absmax, factors, offset, shape)
 
 
 # A matrix has six tensors. The name of each is the matrix's name with one of these endings.
@@ -246,7 +233,7 @@ class QuantizedDecoder(Decoder):
                 waiting[matrix][key] = tensor[:]
                 if len(waiting[matrix]) < len(KEYS):
                     continue
-                stored = _Stored(waiting.pop(matrix))
+                stored = joined(waiting.pop(matrix))
             yield matrix, stored
         for matrix, parts in waiting.items():
             key = next(key for key in KEYS if key not in parts)

@@ -57,7 +57,8 @@ def nf4_tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
 class Quantized(NamedTuple):
     """A weight in NF4. The tensors have the values and names that bitsandbytes stores. The tensors
-    may be reshaped, but their numbers must stay in the same order.
+    may be reshaped, but their numbers must stay in the same order. When a checkpoint is read, the
+    methods are those of a tensor in a safetensors file.
     """
 
     packed: Tensor  # uint8, two codes per byte, the first in the upper four bits
@@ -65,6 +66,12 @@ class Quantized(NamedTuple):
     nested_absmax: Tensor  # float32, the largest |absmax - offset| of every 256 blocks
     nested_offset: Tensor  # [] float32, the mean of absmax
     shape: torch.Size
+
+    def get_shape(self) -> list[int]:
+        return [*self.shape]
+
+    def get_dtype(self) -> str:
+        return "NF4"
 
 
 def in_blocks(x: Tensor) -> Tensor:
