@@ -9,13 +9,14 @@ function).
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import nanogrpo.extras.rope_scaling  # adds kinds of RoPE scaling
 import nanogrpo.extras.window  # noqa: F401 (adds sliding windows)
-from nanogrpo.errors import UserError, read_json, reading
+from nanogrpo.errors import UserError
 from nanogrpo.feature import Feature
 from nanogrpo.model import checkpoint
 from nanogrpo.model.attention import StripAttention
@@ -49,6 +50,25 @@ class RewardModel(nn.Module):
         self.model = Body(cfg)
         self.score = nn.Linear(cfg.hidden_size, 1, bias=False)
 
+    # These three methods, and the config, are all that `checkpoint.load_model` needs of a Decoder.
+    arranged, tie = Decoder.arranged, Decoder.tie
+
+    @classmethod
+    def from_config(cls, raw: dict, where: str) -> "RewardModel":
+        # with two labels, the default, transformers writes no labels into config.json
+        labels = raw.get("id2label") or {"0": "", "1": ""}
+        kind = (raw.get("architectures") or [""])[0]
+        if not str(kind).endswith("ForSequenceClassification") or len(labels) != 1:
+            raise UserError(
+                f"{where}: a reward model is a ...ForSequenceClassification with one label, but "
+                f"this is a {kind} (labels: {len(labels)}); give another folder as model:FOLDER"
+            )
+        # A reward model has no vocabulary head that could be tied to the embeddings.
+        cfg = dataclasses.replace(ModelConfig.from_dict(raw, where), tie_word_embeddings=False)
+        model = cls(cfg)
+        model.pad_token_id = raw.get("pad_token_id")
+        return model
+
     @classmethod
     def load(cls, name: str, device: torch.device | str = "cpu") -> "RewardModel":
         """Load a folder or hub id, in bfloat16 on a GPU and in float32 on a CPU.
@@ -56,32 +76,11 @@ class RewardModel(nn.Module):
         Raises UserError if the model is not a reward model, or if this class cannot load it.
         """
         folder = checkpoint.locate(name, "--reward-funcs model:")
-        path = folder / "config.json"
-        raw = read_json(path)
-        with reading(path, "name another folder after model:", "describes no reward model"):
-            # with two labels, the default, transformers writes no labels into config.json
-            labels = raw.get("id2label") or {"0": "", "1": ""}
-            kind = (raw.get("architectures") or [""])[0]
-            if not str(kind).endswith("ForSequenceClassification") or len(labels) != 1:
-                raise UserError(
-                    f"{path}: a reward model is a ...ForSequenceClassification with one label, but "
-                    f"this is a {kind} (labels: {len(labels)}); give another folder as model:FOLDER"
-                )
-            # A reward model has no vocabulary head that could be tied to the embeddings.
-            cfg = ModelConfig.from_dict(raw, str(path))
-            cfg = dataclasses.replace(cfg, tie_word_embeddings=False)
-            with torch.device("meta"):
-                model = cls(cfg)
-        device = torch.device(device)
-        model.to(torch.bfloat16 if device.type == "cuda" else torch.float32).to_empty(device=device)
-        # load_weights only needs the config, the state and `arranged`, as in a Decoder.
-        checkpoint.load_weights(model, folder)  # type: ignore[arg-type]
+        dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+        model: Any = checkpoint.load_model(folder, dtype, device, cls)  # type: ignore[arg-type]
         model.tokenizer = Tokenizer(folder)
-        model.pad_token_id = raw.get("pad_token_id")
         model.__name__ = Path(name).name  # the name in the log, as in rewards/<name>/mean of TRL
         return model.requires_grad_(False)
-
-    arranged = Decoder.arranged
 
     @torch.no_grad()
     def forward(self, prompts: list, completions: list, **kwargs) -> list[float]:
