@@ -148,7 +148,7 @@ def decoded(value: Any, what: str) -> Picture:
         if image.mode[0] in "IF":  # convert("RGB") would clip the values at 255
             raise ValueError("its values have more than 8 bits")
         upright = image.getexif().get(ORIENTATION, 1) == 1
-        opaque = image.mode == "RGB" and image.info.get("transparency") is None
+        opaque = image.mode == "RGB" and not image.has_transparency_data
         if not (is_file and upright and opaque):
             file = io.BytesIO()
             image = rgb(image)
@@ -162,7 +162,7 @@ def rgb(picture: Image.Image) -> Image.Image:
     gets a white background.
     """
     picture = ImageOps.exif_transpose(picture)
-    if "A" in picture.getbands() or picture.info.get("transparency") is not None:
+    if picture.has_transparency_data:
         picture = picture.convert("RGBA")
         white = Image.new("RGBA", picture.size, (255, 255, 255, 255))
         picture = Image.alpha_composite(white, picture)

@@ -32,6 +32,7 @@ Read before: model/decoder.py. Read next: data.py (pictures in data sets).
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -78,23 +79,18 @@ class Attention(nn.Module):
         return self.proj(attend(0, q, k, v, 0).flatten(-2))  # [N, D]
 
 
-class MLP(nn.Module):
-    def __init__(self, c: VisionConfig):
-        super().__init__()
-        self.linear_fc1 = Linear(c.hidden_size, c.intermediate_size)
-        self.linear_fc2 = Linear(c.intermediate_size, c.hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear_fc2(F.gelu(self.linear_fc1(x), approximate="tanh"))
-
-
 class EncoderBlock(nn.Module):
     def __init__(self, c: VisionConfig):
         super().__init__()
         self.norm1 = nn.LayerNorm(c.hidden_size, EPS)
         self.norm2 = nn.LayerNorm(c.hidden_size, EPS)
         self.attn = Attention(c)
-        self.mlp = MLP(c)
+        layers = {
+            "linear_fc1": Linear(c.hidden_size, c.intermediate_size),
+            "gelu": nn.GELU("tanh"),
+            "linear_fc2": Linear(c.intermediate_size, c.hidden_size),
+        }
+        self.mlp = nn.Sequential(OrderedDict(layers))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         x = x + self.attn(self.norm1(x), cos, sin, attend)
