@@ -71,9 +71,10 @@ class Run:
     def __init__(self, folder: Path):
         self.folder, self.log = folder, folder / "metrics.jsonl"
         next(read_records(self.log), None)  # raises UserError if there is no log
-        # (kind, step) → the file's modification time, its entry in the index, and its pictures
-        self.known: dict[tuple[str, int], tuple[int, list, set[str]]] = {}
+        # (kind, step) → the file's modification time, and its entry in the index
+        self.known: dict[tuple[str, int], tuple[int, list]] = {}
         self.prompts: dict[str, int] = {}  # prompt and pictures, as JSON → number of the prompt
+        self.pictures: set[str] = set()  # the names of all pictures that `read` has found
         self.kept: set[int] | None = None  # the steps to show; None: all
 
     def path(self, kind: str, step: int) -> Path:
@@ -102,6 +103,7 @@ class Run:
         for row in rows:
             prompt = json.dumps([row["prompt"], row["images"]])
             row["group"] = self.prompts.setdefault(prompt, len(self.prompts))
+            self.pictures.update(row["images"])
         return rows
 
     def groups(self, kind: str, step: int) -> list:
@@ -118,8 +120,7 @@ class Run:
             for group, each in rewards.items():
                 given = [r for r in each if r is not None]
                 found.append([group, len(each), sum(given) / len(given) if given else None])
-            pictures = {name for row in rows for name in row["images"]}
-            self.known[kind, step] = written, found, pictures
+            self.known[kind, step] = written, found
         return self.known[kind, step][1]
 
     def picture(self, name: str) -> bytes:

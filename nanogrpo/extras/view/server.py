@@ -87,7 +87,7 @@ def _blocks(runs: Sequence[Run]) -> Iterator[tuple[str, bytes]]:
         for kind in FILES:
             for step in run.steps(kind):
                 yield f"{r}/{kind}{step}", run.block(kind, step)
-        for name in set().union(*(names for *_, names in run.known.values())):
+        for name in run.pictures:
             with contextlib.suppress(UserError):  # the page reports the missing picture
                 yield f"{r}/p{name}", run.picture(name)
 
