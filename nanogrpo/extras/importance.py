@@ -19,7 +19,7 @@ from nanogrpo.distributed.world import World
 from nanogrpo.extras.objectives import Sequences
 from nanogrpo.feature import Feature
 from nanogrpo.grpo.loss import logp_of
-from nanogrpo.kernels.reference.policy import LOG_RATIO_MAX
+from nanogrpo.kernels.reference import policy
 from nanogrpo.run.setup import Run
 from nanogrpo.types import PackedBatch
 
@@ -96,7 +96,7 @@ def correction(
     delta = (trainer_logp - engine_logp).detach().float()  # [M]
     if mode.startswith("sequence"):
         delta = Sequences(sample, torch.ones_like(sample, dtype=torch.bool)).sum(delta)  # [M]
-    ratio = delta.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
+    ratio = policy.exp(delta)
     low = clip_min or 0.0
     if mode.endswith("truncate"):
         return ratio.clamp(low, clip_max)

@@ -33,6 +33,7 @@ from torch import Tensor
 from nanogrpo.extras.objectives import loss
 from nanogrpo.extras.options import Config
 from nanogrpo.feature import Feature
+from nanogrpo.kernels.reference import policy
 from nanogrpo.logs.files import replace
 from nanogrpo.model.head import PolicyOut
 from nanogrpo.model.tokenizer import Tokenizer
@@ -70,7 +71,7 @@ class TokenLog(Feature):
     def measured(self, batch: PackedBatch, out: PolicyOut, update: int) -> None:
         """Keep the results of a micro-batch, without waiting for the GPU."""
         old, logp = batch.old_logp, out.logp.detach()
-        ratio = torch.ones_like(logp) if old is None else (logp - old).clamp(-20, 20).exp()
+        ratio = torch.ones_like(logp) if old is None else policy.exp(logp - old)
         before = logp if update == 0 else torch.full_like(logp, math.nan)
         if old is not None and not self.cfg.old_from_engine:
             before = old
