@@ -116,7 +116,9 @@ def sample(
 ) -> list[Sample]:
     """Sample with an engine that computes the trainer's bits, except for the changes."""
     dtype = model.lm_head.weight.dtype
-    engine = bitwise.ExactEngine(model.cfg, max_len=64, slots=128, device=CPU, dtype=dtype)
+    engine = bitwise.ExactEngine(
+        model.cfg, max_len=64, slots=128, device=CPU, dtype=dtype, paged=True
+    )
     engine.load(model, 0)
     functions = SimpleNamespace(**vars(dispatch.reference))
     for change in changes:

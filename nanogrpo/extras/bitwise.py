@@ -39,7 +39,7 @@ class Bitwise(Feature):
         use_exact_products(model, functions(inputs.world.device))
 
     def engine(self, run: Run) -> LocalEngine:
-        return ExactEngine(**of_engine(run))
+        return ExactEngine(**of_engine(run), paged=True)
 
     def running(self, run: Run) -> ExitStack:
         ours = functions(run.world.device)
@@ -53,10 +53,7 @@ class Bitwise(Feature):
 
 
 class ExactEngine(LocalEngine):
-    """The local engine with exact products. It uses the paged cache on a CPU, too."""
-
-    def __init__(self, *args: Any, **more: Any):
-        super().__init__(*args, **more, paged=True)
+    """The local engine with exact products. It needs the paged cache, also on a CPU."""
 
     def load(self, model: nn.Module, version: int) -> None:
         super().load(model, version)
