@@ -71,6 +71,11 @@ def test_every_kind_of_picture_is_converted_as_in_transformers(kind):
     assert torch.equal(found.pixels, expected["pixel_values"])
 
 
+def test_a_palette_of_transparent_colours_is_read_like_its_file():
+    image = picture(21, 30, mode="RGBA").quantize(16)
+    assert decoded(image, "it").data == decoded(png(image), "it").data
+
+
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_pictures_stand_upright_as_the_camera_says(orientation):
     """As in `datasets` and in transformers' load_image."""
