@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from nanogrpo.config import Config
-from nanogrpo.errors import UserError
+from nanogrpo.errors import UserError, reading
 from nanogrpo.feature import Feature
 from nanogrpo.rewards.plugin import split_arguments
 
@@ -62,18 +62,12 @@ class Gym(Feature):
 def records(source: str, held_out: bool) -> list[dict]:
     """Return the records of a source that starts with PREFIX. The default seed is 0."""
     name, given = split_arguments(source, "--data")
-    try:
+    # the package raises errors of many types, such as AssertionError
+    with reading(source, "correct its name or arguments", "cannot be created"):
         given["seed"] = given.get("seed", 0) + HELD_OUT * held_out
         made = ",".join(f"{key}={value!r}" for key, value in given.items())
         spec = f"{name}:{made}"
         problems = [*dataset(spec)]
-    except UserError as e:
-        raise UserError(f"{source}: {e}") from e
-    except Exception as e:  # the package raises errors of many types, such as AssertionError
-        reason = " ".join(str(e).split()) or type(e).__name__
-        raise UserError(
-            f"{source} cannot be created ({reason}): correct its name or arguments."
-        ) from e
     # A record contains the whole problem, because another process may make a different one:
     # a few data sets depend on the order of Python's sets.
     return [
