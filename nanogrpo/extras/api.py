@@ -34,28 +34,14 @@ from nanogrpo.distributed.world import join
 from nanogrpo.errors import UserError
 from nanogrpo.extras import eval as evaluation
 from nanogrpo.extras import memory
+from nanogrpo.extras.attach import Features, Given
 from nanogrpo.extras.commandline import of_run
 from nanogrpo.extras.commands import script
 from nanogrpo.extras.options import Config
 from nanogrpo.extras.results import Result
 from nanogrpo.extras.trl_names import in_python
-from nanogrpo.feature import Feature
-from nanogrpo.run import setup
 
 Functions = str | Callable | Sequence[str | Callable]
-Features = Callable[[Any], Sequence[Feature]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Given(setup.Given):
-    """Python objects that replace names in the options of the core and the extras."""
-
-    tools: Sequence[Callable] = ()
-    environment_factory: Callable | None = None
-    rollout: Callable | None = None
-    on_step: Callable | None = None
-    features: Features = lambda cfg: ()
-    options: type[Config] | None = None  # options of the command line; None: Config
 
 
 def train(
@@ -68,7 +54,7 @@ def train(
     environment_factory: Callable | None = None,
     rollout: Callable | None = None,
     on_step: Callable | None = None,
-    features: Features = lambda cfg: (),
+    features: Features = Given.features,
     **options: Any,
 ) -> Result:
     """Train, and return the records of the steps.

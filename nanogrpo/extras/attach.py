@@ -10,7 +10,8 @@ before: feature.py.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from nanogrpo.feature import Feature
 from nanogrpo.model import checkpoint
 from nanogrpo.model.gpu_attention import BACKENDS
 from nanogrpo.rewards import builtin
-from nanogrpo.run.setup import NOTHING, Given
+from nanogrpo.run import setup
+from nanogrpo.run.setup import NOTHING
 
 SUMMARY = """\
 extras, off by default (--help-all has their options, and says more about each option above):
@@ -68,12 +70,24 @@ def parse(argv: Sequence[str] | None = None, given: Any = NOTHING) -> Config:
     return parse_all(argv, **more)
 
 
-def attach(cfg: Config, given: Given = NOTHING) -> list[Feature]:
-    """Return the features of a run, in the order in which they attach.
+Features = Callable[[Any], Sequence[Feature]]  # options → features
 
-    given: Python objects that replace names in the options, and further features (extras/api.py).
-    """
-    features = [*wanted(cfg, given)]
+
+@dataclass(frozen=True)
+class Given(setup.Given):
+    """Python objects that replace names in the options of the core and the extras (api.py)."""
+
+    tools: Sequence[Callable] = ()
+    environment_factory: Callable | None = None
+    rollout: Callable | None = None
+    on_step: Callable | None = None
+    features: Features = lambda cfg: ()
+    options: type[Config] | None = None  # options of the command line; None: those of all extras
+
+
+def attach(cfg: Config, given: setup.Given = NOTHING) -> list[Feature]:
+    """Return the features of a run, in the order in which they attach."""
+    features = [*wanted(cfg, Given(**vars(given)))]
     if features:
         from nanogrpo.extras.summary import Closing
 
@@ -81,7 +95,7 @@ def attach(cfg: Config, given: Given = NOTHING) -> list[Feature]:
     return features
 
 
-def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
+def wanted(cfg: Any, given: Given) -> Iterator[Feature]:
     """Yield the features that the options, the data, the model or a GPU require, and those of a
     recipe.
     """
@@ -100,18 +114,17 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
     if full and (cfg.tools or cfg.environment_factory or cfg.rollout):
         from nanogrpo.extras.tools.feature import Tools
 
-        functions = getattr(given, "tools", ())
-        others = (getattr(given, name, None) for name in ("environment_factory", "rollout"))
-        yield Tools(cfg, functions, *others)  # comes before the features that tokenize prompts
+        # comes before the features that tokenize prompts
+        yield Tools(cfg, given.tools, given.environment_factory, given.rollout)
     named = (*cfg.data, *cfg.eval_data)
     if "arithmetic" in named:
         from nanogrpo.extras.arithmetic.feature import Arithmetic
 
         yield Arithmetic()
-    if function := getattr(given, "on_step", None):
+    if given.on_step:
         from nanogrpo.extras.results import OnStep
 
-        yield OnStep(function)
+        yield OnStep(given.on_step)
     sources = *named, given.train_dataset, given.eval_dataset
     # the core reads .jsonl files and lists
     if not all(isinstance(x, list | None) or str(x).endswith(".jsonl") for x in sources):
@@ -127,7 +140,7 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
 
         yield RewardModels()
     # the features of a recipe come after all others
-    last = [*getattr(given, "features", lambda cfg: ())(cfg)]
+    last = [*given.features(cfg)]
     if not {name.partition(":")[0] for name in cfg.reward_funcs} <= builtin.BUILT_IN.keys():
         from nanogrpo.extras.reward_inputs import RewardInputs, asked
         from nanogrpo.extras.rewards import Rewards
