@@ -18,9 +18,9 @@ from torch import Tensor
 from nanogrpo.distributed.world import World
 from nanogrpo.extras.objectives import Sequences
 from nanogrpo.feature import Feature
-from nanogrpo.grpo.loss import logp_of
 from nanogrpo.kernels.reference import policy
 from nanogrpo.run.setup import Run
+from nanogrpo.step import logp
 from nanogrpo.types import PackedBatch
 
 
@@ -35,7 +35,7 @@ class Importance(Feature):
             if cfg.old_from_engine:
                 batch.old_logp = batch.sampling_logp
                 continue
-            batch.old_logp, _ = run.model.forward_strip(batch, logp_of(batch, cfg))
+            batch.old_logp = logp(run.model, batch, cfg)
             batch.importance = correction(
                 batch.old_logp,
                 batch.sampling_logp,

@@ -37,7 +37,7 @@ def curves(records: Iterable[dict]) -> dict[str, dict[str, list]]:
     """
     values: dict[str, dict[int, float]] = {}
     for record in records:
-        done = record.get("eval/after", record.get("step", -1) + 1)
+        done = record.get("step", -1) + 1
         for name, y in record.items():
             if number(y) is not None and name not in ("step", "eval/after"):
                 values.setdefault(name, {})[done] = y
