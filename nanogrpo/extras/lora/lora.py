@@ -41,19 +41,16 @@ class LoRALinear(nn.Module):
     """
 
     weight: Any  # the frozen matrix, as floats or in four bits
+    bias: Any
 
     def __init__(self, base: nn.Linear | nf4.Linear4bit, cfg: Config):
         super().__init__()
         r = cfg.lora_r
-        self.in_features, self.out_features = base.in_features, base.out_features
-        self.bias = None
-        for name, p in base.named_parameters():  # checkpoints contain these names
-            setattr(self, name, p)
+        vars(self).update(vars(base))  # its parameters keep the names that checkpoints contain
         self.internal = ("lora_A", "lora_B", *getattr(base, "internal", ()))
-        weight: Any = base.weight
-        self.dtype: torch.dtype = getattr(base, "dtype", weight.dtype)
+        self.dtype: torch.dtype = getattr(base, "dtype", self.weight.dtype)
         self.four_bits = isinstance(base, nf4.Linear4bit)
-        new = functools.partial(weight.new_empty, dtype=_exact(self.dtype))
+        new = functools.partial(self.weight.new_empty, dtype=_exact(self.dtype))
         self.lora_A = nn.Parameter(new((r, base.in_features)))
         self.lora_B = nn.Parameter(new((base.out_features, r)))
         self.scale = cfg.lora_alpha / r
