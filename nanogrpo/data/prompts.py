@@ -199,9 +199,9 @@ def from_record(
         columns["solution"] = _result(record[cfg.answer_column])
     elif column == "question" and _result(answer) != answer:
         columns.setdefault("solution", _result(answer))
-    read = tokenizer.template_variables & columns.keys()
     # an empty cell does not set a variable, but the value False does
-    own = {name: columns[name] for name in sorted(read) if columns[name] not in (None, "", [])}
+    read = tokenizer.template_variables
+    own = {n: x for n, x in columns.items() if n in read and x not in (None, "", [])}
     is_question = column != "prompt" or system_prompt or own
     if isinstance(text, str) and tokenizer.has_chat_template and is_question:
         text = [{"role": "user", "content": text}]

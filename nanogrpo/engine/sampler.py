@@ -20,9 +20,10 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
         kth = logits.topk(params.top_k).values[:, -1:]  # [b, 1]; tokens tied with the k-th are kept
         logits = logits.masked_fill(logits < kth, float("-inf"))
     if params.top_p < 1.0:
-        ascending, order = (logits.float() / (params.temperature or 1)).sort(dim=-1)
-        # the unlikely tokens that top_p removes
-        tail = ascending.softmax(-1).cumsum(-1) <= 1.0 - params.top_p
+        ascending, order = logits.float().div(params.temperature or 1).sort()
+        # The unlikely tokens that top_p removes. Their shares are integers, because torch has no
+        # deterministic `cumsum` of floats on a GPU.
+        tail = ascending.softmax(-1).mul(1e18).long().cumsum(-1) <= 1e18 - 1e18 * params.top_p
         tail[:, -1] = False  # always keep the most likely token
         logits = logits.masked_fill(tail.scatter(1, order, tail), float("-inf"))
     return logits
@@ -37,8 +38,5 @@ def sample(
     with softmax(logits / temperature).
     """
     if params.temperature:
-        functions = functions_for(logits.device)
-        return functions.sample_tokens(logits, key, counter, params.temperature)
-    logits = logits.float()
-    token = logits.argmax(-1, keepdim=True)  # [b, 1]
-    return token[:, 0], logits.log_softmax(-1).gather(1, token)[:, 0]
+        return functions_for(logits.device).sample_tokens(logits, key, counter, params.temperature)
+    return logits.argmax(-1), logits.float().log_softmax(-1).amax(-1)

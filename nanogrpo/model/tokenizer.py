@@ -127,8 +127,8 @@ class Tokenizer:
         the messages.
         """
         fields = {**dict.fromkeys(VARIABLES), **self._special, **without_nulls(variables)}
-        used = "tool_use" if fields[VARIABLES[0]] else "default"
-        template = self._templates.get(used) or self._templates.get("default")
+        named = fields[VARIABLES[0]] and self._templates.get("tool_use")
+        template = named or self._templates.get("default")
         if template is None:
             raise UserError(
                 f"{self._folder} has no chat template: use text prompts or add chat_template.jinja."
@@ -138,6 +138,8 @@ class Tokenizer:
         # a template is a program, so any exception is possible
         name = f"the chat template of {self._folder}"
         with reading(name, "change them", "rejects the messages"):
+            # as a column of the data, such a variable may be JSON text
+            fields |= {n: json.loads(x) for n in VARIABLES if isinstance(x := fields[n], str)}
             return template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **fields
             )

@@ -18,6 +18,7 @@ from nanogrpo.model.tokenizer import Tokenizer
 from tests.conftest import refused, said, write_rows
 from tests.model.tokenizer_folder import make_folder
 
+SOURCES = Sources(Config())
 GSM8K = Path(__file__).parent / "assets" / "gsm8k_tiny.jsonl"
 
 
@@ -36,9 +37,8 @@ def load(source, tokenizer, split="train", **options):
     return prompts.load(cfg, tokenizer, data, [Sources(cfg)], split=split)
 
 
-def one(record, tokenizer, system="", **options):
+def one(record, tokenizer, system="", features=(SOURCES,), **options):
     cfg = Config(**options)
-    features = [Sources(cfg)]
     return prompts.from_record(record, tokenizer, 0, "record", cfg, system, features, Path())
 
 
@@ -175,6 +175,8 @@ def test_a_column_can_be_a_variable_of_the_chat_template(chat):
             own = one({**row, "tools": tools}, chat)
             assert (own.token_ids, own.text) == (want, user)
             assert own.columns == {"tools": tools}
+    # in JSON lines, too
+    assert one({"prompt": user, "tools": json.dumps([TOOL])}, chat, features=()).token_ids == want
     for none in (None, [], ""):
         assert one({"prompt": "1+1=", "tools": none}, chat).text == "1+1="
     silent = one({"prompt": user, "enable_thinking": False}, chat)

@@ -70,6 +70,12 @@ def test_tokens_follow_the_softmax(changes):
     torch.testing.assert_close(logp, expected.log()[tokens].float())
 
 
+def test_top_p_adds_up_integers_because_a_gpu_adds_floats_in_any_order(monkeypatch):
+    # `x | 0` is an error if x has floats
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: (x | 0).cumsum_(dim))
+    filter_logits(torch.zeros(1, 4), SamplingParams(top_p=0.5))
+
+
 @pytest.mark.parametrize("u", [0.0, 2.0**-53, 0.5, 1 - 2.0**-24, 1 - 2.0**-53])
 def test_a_token_of_probability_zero_is_never_sampled(u, monkeypatch):
     monkeypatch.setattr(
