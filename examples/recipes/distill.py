@@ -53,8 +53,8 @@ class Options(Config):
     jsd_beta: float | None = option(None, "β; default: sampled tokens only", ">= 0", "<= 1")
 
     def problems(self):
-        if self.jsd_beta is not None and self.needs_two_phases:
-            yield "--jsd-beta replaces the loss, so leave out options such as --loss-type cispo."
+        if self.jsd_beta is not None and (self.needs_two_phases or self.log_tokens):
+            yield "--jsd-beta replaces the loss: leave out --log-tokens and other losses."
 
 
 def kl(a, b):

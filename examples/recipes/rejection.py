@@ -22,7 +22,7 @@ are stale, or if engine and trainer round differently.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -54,9 +54,11 @@ class Rejection(Feature):
             with torch.no_grad():
                 logp, _ = loss.logp_of(batch, cfg)(hidden, lm_head)  # [M]
             keep = kept(logp - batch.sampling_logp, batch.sample, cfg).float()  # [M]
-            importance = keep if batch.importance is None else keep * batch.importance
-            rest = replace(batch, importance=importance), cfg, self.features[1:]
-            out = loss.objective(*rest)(hidden, lm_head)
+            if not hasattr(batch, "given"):  # the same in each update
+                batch.given = batch.importance
+            # in place, because --log-tokens reads the batch, too
+            batch.importance = keep if batch.given is None else keep * batch.given
+            out = loss.objective(batch, cfg, self.features[1:])(hidden, lm_head)
             return out._replace(metrics=out.metrics | {"rejected": 1 - keep})
 
         return masked

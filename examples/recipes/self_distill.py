@@ -53,13 +53,14 @@ class SelfDistill(Feature):
         """Set `prompt.hinted`, the token ids of the prompt with its hint."""
         plain, hint = prompt.text, prompt.columns.get(self.cfg.hint_column)
         if hint:
-            *before, last = [plain] if isinstance(plain, str) else plain
-            text = last if isinstance(last, str) else last["content"]
-            text = self.cfg.hint_template.format(prompt=text, hint=hint)
+            *before, last = [{"content": plain}] if isinstance(plain, str) else plain
+            text = self.cfg.hint_template.format(prompt=last["content"], hint=hint)
             prompt.text = text if isinstance(plain, str) else [*before, {**last, "content": text}]
         prompt.hinted, prompt.text = tokenize(), plain
 
     def model(self, model, inputs):
+        if hasattr(model.model, "visual"):
+            raise UserError("the teacher reads no pictures: use a --model without them.")
         column, room = self.cfg.hint_column, model.cfg.max_position_embeddings
         room -= self.cfg.max_completion_length
         if not any(column in prompt.columns for prompt in inputs.prompts):

@@ -44,8 +44,7 @@ def branched():
     samples = feature.wrap(engine, run).sample(prompts, N, how, step=3)
     whole = [copy.copy(s) for s in samples]
     feature.scored(run, samples, 3)
-    trunks = engine.sample(prompts, N // K, how, step=3)
-    return model, trunks, whole, samples, prefilled[1]
+    return model, engine.sample(prompts, N // K, how, step=3), whole, samples, prefilled[1]
 
 
 def test_siblings_continue_the_trunk_from_its_most_uncertain_token(branched):
@@ -65,8 +64,7 @@ def test_siblings_continue_the_trunk_from_its_most_uncertain_token(branched):
             assert ids[:t] == trunk.token_ids[:t]
             assert (s.prompt.token_ids, s.token_ids) == (prompt.token_ids + ids[:t], ids[t:])
             assert s.logp == before.logp[t:]
-            expected = logp_alone(model, before).detach()
-            np.testing.assert_allclose(before.logp, expected, atol=1e-4)
+            np.testing.assert_allclose(before.logp, logp_alone(model, before).detach(), atol=1e-4)
             assert len(ids) <= 20
         assert len({tuple(s.token_ids) for s in siblings}) == K
     assert len({*lengths}) > 1

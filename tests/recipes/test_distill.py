@@ -69,8 +69,7 @@ def test_full_vocabulary_loss_and_gradients_are_trls(beta, monkeypatch):
             assert count == mask.sum()
         else:
             logits = hidden @ head.T, theirs[0] @ theirs[1].T
-            labels = torch.where(mask, 0, -100)
-            loss = GKDTrainer.generalized_jsd_loss(*logits, labels, beta, T)
+            loss = GKDTrainer.generalized_jsd_loss(*logits, torch.where(mask, 0, -100), beta, T)
         expected = loss, *torch.autograd.grad(loss, (hidden, head))
         torch.testing.assert_close(ours, expected, rtol=limit, atol=limit)
 
@@ -109,8 +108,7 @@ def test_sampled_tokens_have_the_gradient_of_trls_loss():
 
     student, teachers = tiny_model(), [tiny_model(seed=1), tiny_model(seed=2)]
     cfg = distill.Options(teacher=("a", "b"), teacher_coef=0.7, reward_coef=0.5, teacher_column="t")
-    prompts = [Prompt(0, "", [1, 2, 3], {"t": 1}), Prompt(1, "", [4, 5], {"t": None})]
-    samples = two_groups(prompts)
+    samples = two_groups([Prompt(0, "", [1, 2, 3], {"t": 1}), Prompt(1, "", [4, 5], {"t": None})])
     (feature,) = distill.features(cfg)
     feature.frozen = teachers
     own = SimpleNamespace(world=SOLO, model=student, cfg=cfg)
@@ -145,11 +143,11 @@ def test_the_student_approaches_its_teacher(form, tmp_path, learned):
 
 
 def test_padded_vocabularies_and_other_losses_are_refused(tmp_path, tiny_base, files, capsys):
-    teacher = write_base(tmp_path / "teacher", vocab_size=120)
-    more = ["--teacher", str(teacher), "--jsd-beta", "1"]
+    more = ["--teacher", str(write_base(tmp_path / "teacher", vocab_size=120)), "--jsd-beta", "1"]
     for loss, problem in (
         ([], "--jsd-beta needs vocabularies of equal size"),
-        (["--loss-type", "cispo"], "such as --loss-type cispo"),
+        (["--loss-type", "cispo"], "--jsd-beta replaces the loss: leave out"),
+        (["--log-completions", "--log-tokens"], "leave out --log-tokens"),
     ):
         assert run(distill, arguments(tiny_base, files, tmp_path / "run", *more, *loss)) == 2
         assert problem in one_sentence(capsys)

@@ -31,8 +31,7 @@ def test_reward_functions_may_ask_for_numbers_of_the_tokens(tiny_base, files, tm
     options += ["--token-budget", "60", "--temperature", "0.7"]
     write_rows(tmp_path / "held_out.jsonl", [{"prompt": "1+1=", "pieces": "of the data"}])
     options += ["--eval-data", f"{tmp_path}/held_out.jsonl", "--eval-steps", "1"]
-    argv = arguments(tiny_base, files, tmp_path / "run", *options)
-    assert train.main(argv) == 0
+    assert train.main(arguments(tiny_base, files, tmp_path / "run", *options)) == 0
     tokenizer, model = Tokenizer(tiny_base), load_model(tiny_base)
     rows = json.loads((tmp_path / "seen.json").read_text())
     assert len(rows) == 16
@@ -97,6 +96,5 @@ def test_rewards_of_tokens_turns_and_completions_are_added_with_their_weights(re
 
 def test_a_step_of_the_task_is_right_if_it_is_the_next_one():
     text = "<think>34+5=39,39-7=31,31+1=32</think><answer>32</answer>"
-    prompt = said("34+5-7+1=")
-    ((*rewards,),) = process.steps([prompt], [["<think>", *text[7:]]])
+    ((*rewards,),) = process.steps([said("34+5-7+1=")], [["<think>", *text[7:]]])
     assert {i + 6: r for i, r in enumerate(rewards) if r is not None} == {13: 1.0, 21: 0.0, 29: 0.0}

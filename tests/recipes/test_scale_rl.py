@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from examples.recipes import rejection, scale_rl
+from nanogrpo.extras.view.tokens import gradient
 from nanogrpo.model.head import head_logp
 from nanogrpo.types import Prompt, Sample
 from tests.conftest import SOLO, packed, random_batch
@@ -104,3 +105,4 @@ def test_rejected_completions_have_no_gradient(rule, loss_type):
     kept_rows = torch.tensor(keep).repeat_interleave(torch.tensor(lengths)).bool()
     assert out.metrics["rejected"].tolist() == (~kept_rows).float().tolist()
     np.testing.assert_allclose(out.logp, plain.logp, atol=1e-6)
+    assert not gradient(batch, out, cfg)[~kept_rows].any()  # what --log-tokens shows

@@ -17,6 +17,7 @@ from tests.conftest import (
     one_sentence,
     packed,
     positions_of,
+    refused,
     tiny_model,
     write_rows,
 )
@@ -70,6 +71,11 @@ def test_the_model_does_without_the_hint(tmp_path, learned):
     given = "--data", str(data), "--hint-column", "h", "--max-steps", "30"
     first, last = learned(self_distill, "loss", *given)
     assert last < 0.5 * first
+
+
+def test_a_model_that_reads_pictures_is_refused():
+    with refused("the teacher reads no pictures"):
+        self_distill.SelfDistill(None).model(SimpleNamespace(model=SimpleNamespace(visual=0)), None)
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,7 @@ def test_rewards_and_baselines_are_those_of_the_paper():
             sample.reward, sample.rewards = reward, {"accuracy": reward}
         samples += [ask, *answers]
     feature = self_play.SelfPlay()
-    inputs = SimpleNamespace(cfg=self_play.Options(), longest_prompt=5)
-    feature.model(None, inputs)
+    feature.model(None, SimpleNamespace(cfg=self_play.Options(), longest_prompt=5))
     feature.scored(None, samples, 0)
     asks = np.array([1 / 3, -1.0, 0.0, 0.0])
     assert [s.reward for s in samples[::4]] == pytest.approx(list(asks))
