@@ -2,564 +2,618 @@ r"""Outputs of models with the reference of the data set and the right verdict, 
 
     ROWS = [(output, reference, right), ...]
 
-The tables write down only the verdict False; a row of two is right. The verdict is that of a
-teacher who knows the question: is the marked answer equal to the reference? Notation and the name
-of a unit do not matter. These are wrong: an answer that names several results where one is asked
-for, a calculation that is left to the reader, a result that was only tried while thinking, an
+A line of the tables is `output == reference` if the output is right, and `output != reference` if
+it is wrong; ⏎ stands for a new line, and a line that begins with "# " is a heading. The verdict is
+that of a teacher who knows the question: is the marked answer equal to the reference? Notation and
+the name of a unit do not matter. These are wrong: an answer that names several results where one is
+asked for, a calculation that is left to the reader, a result that was only tried while thinking, an
 answer that is not finished. If the reference has no unit, the question names it: "2 dozen" may be 2
 or 24, but 5 cents are not $5. Answers are marked by \boxed{}, <answer>, ####, or as a formula after
 the word "answer".
 
-Read next: test_answers.py, which judges every row, also with TRL's function.
+Read next: test_answers.py, which judges every row.
 """
 
-NUMBERS = [
-    # plain
-    (r"\boxed{18}", "18"),
-    (r"So she makes 9 * 2 = $18 per day. \boxed{18}", "18"),
-    (r"\boxed{17}", "18", False),
-    (r"\boxed{-3}", "-3"),
-    (r"\boxed{3}", "-3", False),
-    (r"\boxed{+3}", "3"),
-    (r"\boxed{−3}", "-3"),
-    (r"\boxed{–3}", "-3"),
-    (r"\boxed{018}", "18"),
-    (r"\boxed{18.0}", "18"),
-    (r"\boxed{18.}", "18"),
-    (r"\boxed{7.}", "7"),
-    (r"\boxed{.5}", "0.5"),
-    (r"\boxed{0.50}", "0.5"),
-    (r"\boxed{181}", "18", False),
-    (r"\boxed{1 8}", "18", False),
-    (r"\boxed{18}.", "18"),
-    (r"\boxed {18}", "18"),
-    (r"\boxed{ 18 }", "18"),
-    (r"\boxed{\mathbf{7}}", "7"),
-    (r"\boxed{\textbf{7}}", "7"),
-    (r"\boxed{\text{7}}", "7"),
-    (r"**\boxed{7}**", "7"),
-    (r"\[\boxed{7}\]", "7"),
-    (r"\fbox{7}", "7"),
-    (r"$$\boxed{7}$$", "7"),
-    (r"$\boxed{7}$", "$7$"),
-    (r"\boxed{$7$}", "7"),
-    (r"\boxed{\(7\)}", "7"),
-    # thousands
-    (r"\boxed{70,000}", "70000"),
-    (r"\boxed{70000}", "70,000"),
-    (r"\boxed{1{,}234}", "1234"),
-    (r"\boxed{1{,}234{,}567}", "1234567"),
-    (r"\boxed{1\,234\,567}", "1234567"),
-    (r"\boxed{1,234.50}", "1234.5"),
-    (r"\boxed{70,00}", "7000", False),
-    (r"\boxed{7,000}", "70000", False),
-    # money
-    (r"\boxed{\$70{,}000}", "70000"),
-    (r"\boxed{\$18}", "18"),
-    (r"\boxed{$18}", "18"),
-    (r"\boxed{\$18.00}", "18"),
-    (r"\boxed{18 \text{ euros}}", "18"),
-    (r"\boxed{€18}", "18"),
-    (r"\boxed{£18.50}", "18.5"),
-    # units
-    (r"\boxed{18\text{ dollars}}", "18"),
-    (r"\boxed{18 \text{ eggs}}", "18"),
-    (r"\boxed{18\,\text{cm}}", "18"),
-    (r"\boxed{18\ \mathrm{cm}}", "18"),
-    (r"\boxed{18~\mathrm{cm}^2}", "18"),
-    (r"\boxed{18 cm}", "18"),
-    (r"\boxed{18cm}", "18"),
-    (r"\boxed{20 minutes}", "20"),
-    (r"\boxed{20 \text{ minutes}}", r"20\text{ minutes}"),
-    (r"\boxed{60 \text{ miles per hour}}", "60"),
-    (r"\boxed{60\text{ km/h}}", "60"),
-    (r"\boxed{9.8\ \mathrm{m/s^2}}", "9.8"),
-    (r"\boxed{12\text{ square meters}}", "12"),
-    (r"\boxed{19 eggs}", "18", False),
-    (r"\boxed{18x}", "18", False),
-    (r"\boxed{5\text{ cm}}", r"5\text{ m}", False),
-    (r"\boxed{5\text{ cm}}", r"5\text{ centimeters}"),
-    (r"\boxed{90^\circ}", "90"),
-    (r"\boxed{90^{\circ}}", "90"),
-    (r"\boxed{90°}", "90"),
-    (r"\boxed{90 \text{ degrees}}", r"90^\circ"),
-    (r"\boxed{45^\circ}", "90", False),
-    (r"\boxed{2\text{ million}}", "2000000"),
-    (r"\boxed{2\text{ million}}", "2", False),
-    # percent
-    (r"\boxed{50\%}", "50"),
-    (r"\boxed{50\%}", r"50\%"),
-    (r"\boxed{50}", r"50\%"),
-    (r"\boxed{50\%}", "0.5"),
-    (r"\boxed{0.5}", r"50\%"),
-    (r"\boxed{\frac{1}{2}}", r"50\%"),
-    (r"\boxed{50\%}", r"0.5\%", False),
-    (r"\boxed{5\%}", "50", False),
-    (r"\boxed{50 percent}", "50"),
-    (r"\boxed{12.5\%}", "12.5"),
-    # variables
-    (r"\boxed{x=18}", "18"),
-    (r"\boxed{x = 18}", "x=18"),
-    (r"\boxed{18}", "x=18"),
-    (r"\boxed{x_1 = 18}", "18"),
-    (r"\boxed{f(2) = 18}", "18"),
-    (r"\boxed{x=17}", "18", False),
-    (r"\boxed{3+4=7}", "7"),
-    (r"\boxed{3+4=8}", "7", False),
-    (r"\boxed{18 = 9\cdot 2}", "18"),
-    (r"\boxed{9 \times 2 = 18}", "18"),
-    (r"\boxed{17 = 9\cdot 2}", "18", False),
-    (r"\boxed{17 = 18}", "18", False),
-    (r"\boxed{18=}", "18", False),
-    # powers of ten, and calculations
-    (r"\boxed{10^3}", "1000"),
-    (r"\boxed{2^{10}}", "1024"),
-    (r"\boxed{1.5\times10^3}", "1500"),
-    (r"\boxed{6.02 \times 10^{23}}", r"6.02\cdot 10^{23}"),
-    (r"\boxed{1.5\times10^4}", "1500", False),
-    (r"\boxed{3+3}", "6", False),
-    (r"\boxed{48/2+48}", "72", False),
-    (r"\boxed{12 \times 5}", "60", False),
-    (r"\boxed{(12)(5)}", "60", False),
-    (r"\boxed{10_2}", "2", False),
-    (r"\boxed{10_2}", "10_2"),
-    (r"\boxed{10_2}", "10_{2}"),
-    # other digits and characters
-    (r"\boxed{１８}", "18"),
-    (r"\boxed{١٨}", "18"),
-    (r"\boxed{१८}", "18"),
-    (r"答案是 \boxed{18}。", "18"),
-    (r"\boxed{½}", "0.5"),
-    (r"\boxed{1½}", "1.5"),
-    (r"\boxed{2√3}", r"2\sqrt{3}"),
-    (r"\boxed{π}", r"\pi"),
-    (r"\boxed{x²}", "x^2"),
-]
+import re
 
-FRACTIONS = [
-    (r"\boxed{\frac{1}{2}}", "0.5"),
-    (r"\boxed{\frac{1}{2}}", r"\frac12"),
-    (r"\boxed{\dfrac{1}{2}}", r"\frac{1}{2}"),
-    (r"\boxed{\tfrac12}", "1/2"),
-    (r"\boxed{\frac23}", r"\frac{2}{3}"),
-    (r"\boxed{1/2}", r"\frac{1}{2}"),
-    (r"\boxed{0.5}", r"\frac{1}{2}"),
-    (r"\boxed{\frac{2}{4}}", r"\frac{1}{2}"),
-    (r"\boxed{\frac{-1}{2}}", r"-\frac{1}{2}"),
-    (r"\boxed{\frac{1}{-2}}", "-0.5"),
-    (r"\boxed{-\frac{1}{2}}", "-1/2"),
-    (r"\boxed{\frac{1}{2}}", r"-\frac{1}{2}", False),
-    (r"\boxed{\frac{1}{3}}", r"\frac{1}{2}", False),
-    (r"\boxed{1\frac{1}{2}}", r"\frac{3}{2}"),
-    (r"\boxed{1 \frac{1}{2}}", "1.5"),
-    (r"\boxed{1 1/2}", "1.5"),
-    (r"\boxed{-1\frac{1}{2}}", "-1.5"),
-    (r"\boxed{1\frac{1}{2}}", r"\frac{1}{2}", False),
-    (r"\boxed{\frac{1}{2}\text{ hour}}", "0.5"),
-    (r"\boxed{0.333}", r"\frac{1}{3}", False),
-    (r"\boxed{0.333333}", r"\frac{1}{3}"),
-    (r"\boxed{0.666667}", r"\frac{2}{3}"),
-    (r"\boxed{0.6666666}", r"\frac{2}{3}"),
-    (r"\boxed{0.66666}", r"\frac{2}{3}", False),
-    (r"\boxed{1.000001}", "1", False),
-    (r"\boxed{6.63\times10^{-34}}", r"1.05\times10^{-34}", False),
-    (r"\boxed{1.5\times10^{-30}}", "0", False),
-    (r"\boxed{1/2,3}", "1/23", False),
-    (r"\boxed{3,1/2}", "1/2,3"),
-    (r"\boxed{3.14}", r"\pi", False),
-    (r"\boxed{\frac{70{,}000}{3}}", r"\frac{70000}{3}"),
-    (r"\boxed{\frac{1}{0}}", "0", False),
-    (r"\boxed{\frac{7}{12}}", "7/12"),
-    (r"\boxed{7:12}", "7:12"),
-    (r"\boxed{\frac{x}{2}}", r"\frac{1}{2}x"),
-]
 
-ALGEBRA = [
-    (r"\boxed{(x+1)^2}", "x^2+2x+1"),
-    (r"\boxed{x^2+2x+1}", "(x+1)^2"),
-    (r"\boxed{x^2+2x+2}", "(x+1)^2", False),
-    (r"\boxed{x^{2}}", "x^2"),
-    (r"\boxed{x^2 + 3x}", "3x+x^2"),
-    (r"\boxed{2x + 3}", "y = 2x+3"),
-    (r"\boxed{y = 2x + 3}", "y=2x+3"),
-    (r"\boxed{y = 2x - 3}", "y=2x+3", False),
-    (r"\boxed{\sqrt{12}}", r"2\sqrt{3}"),
-    (r"\boxed{\sqrt2}", r"\sqrt{2}"),
-    (r"\boxed{\sqrt 2}", r"\sqrt{2}"),
-    (r"\boxed{\frac{\sqrt{2}}{2}}", r"\frac{1}{\sqrt{2}}"),
-    (r"\boxed{\sqrt{3}}", r"\sqrt{2}", False),
-    (r"\boxed{\sqrt{16}}", "4"),
-    (r"\boxed{\sqrt[3]{8}}", "2"),
-    (r"\boxed{2\pi}", r"2\pi"),
-    (r"\boxed{2 \pi}", r"\pi \cdot 2"),
-    (r"\boxed{6.28}", r"2\pi", False),
-    (r"\boxed{\pi r^2}", r"r^2\pi"),
-    (r"\boxed{3\sqrt{2}\text{ cm}}", r"3\sqrt{2}"),
-    (r"\boxed{e^{i\pi}}", "-1"),
-    (r"\boxed{3+2i}", "3+2i"),
-    (r"\boxed{2i+3}", "3+2i"),
-    (r"\boxed{3-2i}", "3+2i", False),
-    (r"\boxed{\ln 4}", r"2\ln 2"),
-    (r"\boxed{\log_2 8}", "3"),
-    (r"\boxed{\sin^2 x + \cos^2 x}", "1"),
-    (r"\boxed{\frac{x+1}{x-1}}", r"\dfrac{x + 1}{x - 1}"),
-    (r"\boxed{\frac{x-1}{x+1}}", r"\frac{x+1}{x-1}", False),
-    (r"\boxed{\binom{5}{2}}", "10"),
-    (r"\boxed{5!}", "120"),
-    (r"\boxed{ab}", "ba"),
-    (r"\boxed{x \cdot y \cdot z}", "$xyz$"),
-    (r"\boxed{zyx}", "$xyz$"),
-    (r"\boxed{n(n+1)/2}", r"\frac{n(n+1)}{2}"),
-    (r"\boxed{x}", "X", False),
-    (r"\boxed{x = 3, y = 5}", "x=3,y=5"),
-    (r"\boxed{-x}", "x", False),
-    (r"\boxed{|x|}", r"\left|x\right|"),
-    (r"\boxed{2^{100}}", "2^{100}"),
-    (r"\boxed{\infty}", r"\infty"),
-]
+def rows(table: str) -> list[tuple[str, str, bool]]:
+    """Return the rows of a table."""
+    lines = [line for line in table.strip("\n").split("\n") if not line.startswith("# ")]
+    parts = [re.split(" ([=!]=) ", line.replace("⏎", "\n")) for line in lines]
+    return [(output, reference, sign == "==") for output, sign, reference in parts]
 
-COLLECTIONS = [
-    (r"\boxed{\{1,2,3\}}", r"\{3,2,1\}"),
-    (r"\boxed{\{1, 2\}}", r"\{1,2,3\}", False),
-    (r"\boxed{1,2,3}", "1, 2, 3"),
-    (r"\boxed{3,2,1}", "1,2,3"),
-    (r"\boxed{-2, 5}", "5,-2"),
-    (r"\boxed{-2,4}", "5,-2", False),
-    (r"\boxed{x=-2 \text{ or } x=5}", "-2,5"),
-    (r"\boxed{-2 \text{ and } 5}", "-2,5"),
-    (r"\boxed{-2}, \boxed{5}", "-2,5"),
-    (r"$\boxed{-2}$ and $\boxed{5}$", "-2, 5"),
-    (r"\boxed{-2}", "-2,5", False),
-    (r"\boxed{\pm 3}", "-3,3"),
-    (r"\boxed{\pm 3}", "3", False),
-    (r"\boxed{(1,2)}", "(1,2)"),
-    (r"\boxed{(1, 2)}", r"\left(1,2\right)"),
-    (r"\boxed{(2,1)}", "(1,2)", False),
-    (r"\boxed{(0.5, 2)}", r"(\frac{1}{2}, 2)"),
-    (r"\boxed{(1,2,3)}", "(1, 2, 3)"),
-    (r"\boxed{(1,3,2)}", "(1,2,3)", False),
-    (r"\boxed{[1,2]}", "[1,2]"),
-    (r"\boxed{[1,2)}", "[1,2]", False),
-    (r"\boxed{(-\infty, 2) \cup (3, \infty)}", r"(-\infty,2)\cup(3,\infty)"),
-    (r"\boxed{(-\infty,2)\cup(3,\infty)}", r"(3,\infty)\cup(-\infty,2)"),
-    (r"\boxed{(-\infty,2]\cup(3,\infty)}", r"(-\infty,2)\cup(3,\infty)", False),
-    (r"\boxed{x \in [1,2]}", "[1,2]"),
-    (r"\boxed{x > 3}", "3 < x"),
-    (r"\boxed{x \geq 3}", r"x \ge 3"),
-    (r"\boxed{x > 3}", r"x \ge 3", False),
-    (r"\boxed{(3,\infty)}", "x > 3"),
-    (r"\boxed{\emptyset}", r"\emptyset"),
-    (
-        r"\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}}",
-        r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
-    ),
-    (
-        r"\boxed{\begin{pmatrix}1&2\\ 3&4\end{pmatrix}}",
-        r"\begin{pmatrix} 1&2\\3&4 \end{pmatrix}",
-    ),
-    (
-        r"\boxed{\begin{pmatrix}1&3\\2&4\end{pmatrix}}",
-        r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
-        False,
-    ),
-    (
-        r"\boxed{\begin{bmatrix} \frac12 \\ 2 \end{bmatrix}}",
-        r"\begin{bmatrix} 0.5 \\ 2 \end{bmatrix}",
-    ),
-]
 
-CHOICES_AND_TEXTS = [
-    (r"\boxed{B}", "B"),
-    (r"\boxed{\text{(B)}}", "B"),
-    (r"\boxed{(B)}", "B"),
-    (r"\boxed{\textbf{(B)}}", "(B)"),
-    (r"\boxed{\textbf{(B) }12}", "B"),
-    (r"\boxed{B. 12}", "B"),
-    (r"\boxed{B)}", "B"),
-    (r"\boxed{\mathrm{B}}", "B"),
-    (r"\boxed{12}", r"\textbf{(B)}\ 12"),
-    (r"\boxed{B}", r"\textbf{(B)}\ 12"),
-    (r"\boxed{13}", r"\textbf{(B)}\ 12", False),
-    (r"\boxed{C}", "B", False),
-    (r"\boxed{\text{(C) }12}", "B", False),
-    (r"\boxed{\text{A or B}}", "B", False),
-    (r"\boxed{(A) and (B)}", "B", False),
-    (r"\boxed{A, B}", "B", False),
-    (r"<answer>B</answer>", "B"),
-    (r"<answer>(B) Paris</answer>", "B"),
-    (r"\boxed{\text{Monday}}", "Monday"),
-    (r"\boxed{Monday}", r"\text{Monday}"),
-    (r"\boxed{\text{monday}}", "Monday"),
-    (r"\boxed{\text{Tuesday}}", "Monday", False),
-    (r"\boxed{\text{Yes}}", "yes"),
-    (r"\boxed{\text{No}}", r"\text{Yes}", False),
-    (r"\boxed{\text{even}}", r"\text{odd}", False),
-    (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}"),
-    (r"<answer>New York</answer>", "New York"),
-    (r"<answer>New Jersey</answer>", "New York", False),
-    (r"\boxed{\text{6:30 p.m.}}", r"\text{6:30 p.m.}"),
-    (r"\boxed{I do not know}", "18", False),
-]
+NUMBERS = rows(r"""
+# plain
+\boxed{18} == 18
+So she makes 9 * 2 = $18 per day. \boxed{18} == 18
+\boxed{17} != 18
+\boxed{-3} == -3
+\boxed{3} != -3
+\boxed{+3} == 3
+\boxed{−3} == -3
+\boxed{–3} == -3
+\boxed{018} == 18
+\boxed{18.0} == 18
+\boxed{18.} == 18
+\boxed{7.} == 7
+\boxed{.5} == 0.5
+\boxed{0.50} == 0.5
+\boxed{181} != 18
+\boxed{1 8} != 18
+\boxed{18}. == 18
+\boxed {18} == 18
+\boxed{ 18 } == 18
+\boxed{\mathbf{7}} == 7
+\boxed{\textbf{7}} == 7
+\boxed{\text{7}} == 7
+**\boxed{7}** == 7
+\[\boxed{7}\] == 7
+\fbox{7} == 7
+$$\boxed{7}$$ == 7
+$\boxed{7}$ == $7$
+\boxed{$7$} == 7
+\boxed{\(7\)} == 7
+# thousands
+\boxed{70,000} == 70000
+\boxed{70000} == 70,000
+\boxed{1{,}234} == 1234
+\boxed{1{,}234{,}567} == 1234567
+\boxed{1\,234\,567} == 1234567
+\boxed{1,234.50} == 1234.5
+\boxed{70,00} != 7000
+\boxed{7,000} != 70000
+# money
+\boxed{\$70{,}000} == 70000
+\boxed{\$18} == 18
+\boxed{$18} == 18
+\boxed{\$18.00} == 18
+\boxed{18 \text{ euros}} == 18
+\boxed{€18} == 18
+\boxed{£18.50} == 18.5
+# units
+\boxed{18\text{ dollars}} == 18
+\boxed{18 \text{ eggs}} == 18
+\boxed{18\,\text{cm}} == 18
+\boxed{18\ \mathrm{cm}} == 18
+\boxed{18~\mathrm{cm}^2} == 18
+\boxed{18 cm} == 18
+\boxed{18cm} == 18
+\boxed{20 minutes} == 20
+\boxed{20 \text{ minutes}} == 20\text{ minutes}
+\boxed{60 \text{ miles per hour}} == 60
+\boxed{60\text{ km/h}} == 60
+\boxed{9.8\ \mathrm{m/s^2}} == 9.8
+\boxed{12\text{ square meters}} == 12
+\boxed{19 eggs} != 18
+\boxed{18x} != 18
+\boxed{5\text{ cm}} != 5\text{ m}
+\boxed{5\text{ cm}} == 5\text{ centimeters}
+\boxed{90^\circ} == 90
+\boxed{90^{\circ}} == 90
+\boxed{90°} == 90
+\boxed{90 \text{ degrees}} == 90^\circ
+\boxed{45^\circ} != 90
+\boxed{2\text{ million}} == 2000000
+\boxed{2\text{ million}} != 2
+# percent
+\boxed{50\%} == 50
+\boxed{50\%} == 50\%
+\boxed{50} == 50\%
+\boxed{50\%} == 0.5
+\boxed{0.5} == 50\%
+\boxed{\frac{1}{2}} == 50\%
+\boxed{50\%} != 0.5\%
+\boxed{5\%} != 50
+\boxed{50 percent} == 50
+\boxed{12.5\%} == 12.5
+# variables
+\boxed{x=18} == 18
+\boxed{x = 18} == x=18
+\boxed{18} == x=18
+\boxed{x_1 = 18} == 18
+\boxed{f(2) = 18} == 18
+\boxed{x=17} != 18
+\boxed{3+4=7} == 7
+\boxed{3+4=8} != 7
+\boxed{18 = 9\cdot 2} == 18
+\boxed{9 \times 2 = 18} == 18
+\boxed{17 = 9\cdot 2} != 18
+\boxed{17 = 18} != 18
+\boxed{18=} != 18
+# powers of ten, and calculations
+\boxed{10^3} == 1000
+\boxed{2^{10}} == 1024
+\boxed{1.5\times10^3} == 1500
+\boxed{6.02 \times 10^{23}} == 6.02\cdot 10^{23}
+\boxed{1.5\times10^4} != 1500
+\boxed{3+3} != 6
+\boxed{48/2+48} != 72
+\boxed{12 \times 5} != 60
+\boxed{(12)(5)} != 60
+\boxed{10_2} != 2
+\boxed{10_2} == 10_2
+\boxed{10_2} == 10_{2}
+# other digits and characters
+\boxed{１８} == 18
+\boxed{١٨} == 18
+\boxed{१८} == 18
+答案是 \boxed{18}。 == 18
+\boxed{½} == 0.5
+\boxed{1½} == 1.5
+\boxed{2√3} == 2\sqrt{3}
+\boxed{π} == \pi
+\boxed{x²} == x^2
+""")
 
-MARKS = [
-    # <answer>
-    ("<think>a</think><answer>18</answer>", "18"),
-    ("<answer>\n18\n</answer>", "18"),
-    (r"<answer>\(18\)</answer>", "18"),
-    ("<answer>$18$</answer>", "18"),
-    ("<answer>$70,000</answer>", "70000"),
-    ("<answer>18 eggs</answer>", "18"),
-    ("<answer>$18 per day</answer>", "18"),
-    ("<answer>Answer: 18</answer>", "18"),
-    (r"<answer>\boxed{18}</answer>", "18"),
-    (r"<answer>\frac{1}{2}</answer>", "1/2"),
-    ("<answer>(x+1)^2</answer>", "x^2+2x+1"),
-    ("<answer>17</answer>", "18", False),
-    ("<answer></answer>", "18", False),
-    ("<answer>1</answer><answer>18</answer>", "18"),
-    # ####
-    ("She has 9 * 2 = 18.\n#### 18", "18"),
-    ("#### $18", "18"),
-    ("#### 18.", "18"),
-    ("#### 18 dollars", "18"),
-    ("#### 1,234", "1234"),
-    ("#### **18**", "18"),
-    ("#### 18\nThat is all.", "18"),
-    ("#### 17", "18", False),
-    ("#### ", "18", False),
-    # a formula after "answer"
-    ("The final answer is $18$.", "18"),
-    ("The final answer is $18$. I hope it is correct.", "18"),
-    (r"Final answer: \(\frac{1}{2}\)", "0.5"),
-    (r"Therefore, the answer is \[ x^2 \]", "x^2"),
-    ("The answer is $17$.", "18", False),
-    ("The answer is $18$ where $x=3$.", "18"),
-    (r"The answer is $\$18$.", "18"),
-    (r"The answer is $$\$18$$.", "18"),
-    ("The answer is $18$ where $x=3$.", "3", False),
-    (r"The answer is \frac{1}{2}.", "1/2"),
-    (r"$x = 18$, so we are done.", "18", False),
-    ("The answer is $3$ or $5$.", "5", False),
-    ("The answers are $-2$ and $5$.", "-2,5"),
-    # references that are solutions
-    (r"\boxed{18}", "9 * 2 = <<9*2=18>>18\n#### 18"),
-    (r"\boxed{18}", r"We get $9 \cdot 2 = \boxed{18}$."),
-    ("#### 17", r"We get $9 \cdot 2 = \boxed{18}$.", False),
-    (r"\boxed{\frac12}", r"$\frac{1}{2}$"),
-    (r"\boxed{2}", r"We get $\boxed 2$."),
-    (r"\boxed{0.5}", r"The price is $\$0.5$ per egg."),
-    # corrections: the last one counts
-    (r"\boxed{1}. No, wait. \boxed{18}", "18"),
-    (r"\boxed{18}. No, wait. \boxed{1}", "18", False),
-    (r"First \boxed{17}, no, \boxed{18}", "18"),
-    (r"\boxed{18} So the answer is \boxed{18}", "18"),
-    # hedging
-    (r"\boxed{3} or \boxed{5}", "5", False),
-    (r"\boxed{3} or \boxed{5}", "3", False),
-    (r"\boxed{3}, or maybe \boxed{5}", "5", False),
-    (r"$\boxed{3}$ or $\boxed{5}$", "5", False),
-    (r"\boxed{3}. Or maybe \boxed{5}.", "5", False),
-    (r"\boxed{3}. Or rather, \boxed{5}.", "5"),
-    (r"\boxed{3 or 5}", "5", False),
-    (r"\boxed{3 \text{ or } 5}", "5", False),
-    (r"\boxed{3, 5}", "5", False),
-    ("<answer>3 or 5</answer>", "5", False),
-    ("<answer>3</answer> or <answer>5</answer>", "5", False),
-    ("#### 3 or 5", "5", False),
-    # thinking
-    (r"<think>\boxed{18}</think> I do not know", "18", False),
-    (r"<think>maybe \boxed{7}", "7", False),
-    (r"<think>\boxed{17}</think>\boxed{18}", "18"),
-    (r"<think>\boxed{18}</think>\boxed{17}", "18", False),
-    (r"<think>It is 18.</think> It is \boxed{18}.", "18"),
-    (r"It is 18.</think>\boxed{18}", "18"),
-    (r"<think>a</think> Well. <think>maybe \boxed{7}", "7", False),
-    # unfinished or absent
-    (r"so \boxed{18", "18", False),
-    ("so <answer>18", "18", False),
-    (r"\boxed{}", "18", False),
-    ("", "18", False),
-    ("18", "18", False),
-    ("I think it is 18.", "18", False),
-    (r"\boxed{?}", "18", False),
-    (r"\boxed{\text{undefined}}", "0", False),
-    (r"\boxed{" * 200, "18", False),
-    ("1" * 3000, "1", False),
-]
-
-UNITS = [
-    (r"\boxed{5 \text{ cents}}", r"\$5", False),
-    (r"\boxed{5 \text{ cents}}", "5"),
-    (r"\boxed{50¢}", "50"),
-    (r"\boxed{50¢}", r"\$50", False),
-    (r"\boxed{5 \text{ dollars}}", r"\$5"),
-    (r"\boxed{\$-5}", "-5"),
-    (r"\boxed{-\$5}", "-5"),
-    (r"\boxed{€5}", r"\$5", False),
-    (r"\boxed{5 \text{ Euro}}", "€5"),
-    (r"\boxed{18\text{ US dollars}}", r"\$18"),
-    (r"\boxed{\$18 \text{ per day}}", r"\$18"),
-    (r"\boxed{\$18 \text{ per day}}", r"18\text{ per day}"),
-    (r"\boxed{18\text{ dollars a day}}", "18"),
-    (r"\boxed{5\text{ km}}", r"5\text{ m}", False),
-    (r"\boxed{5\text{ km/h}}", r"5\text{ mph}", False),
-    (r"\boxed{60 \text{ miles per hour}}", r"60\text{ mph}"),
-    (r"\boxed{60\text{ km/h}}", r"60\text{ km/s}", False),
-    (r"\boxed{60\text{ km/h}}", r"60\text{ kilometers per hour}"),
-    (r"\boxed{18\text{ dollars per day}}", r"18\text{ dollars a week}", False),
-    (r"\boxed{5 \text{ kg}}", "5000", False),
-    (r"\boxed{12\text{ inches}}", r"12\text{ feet}", False),
-    (r"\boxed{18\text{ in}}", r"18\text{ cm}", False),
-    (r"\boxed{18\text{ in total}}", r"18\text{ cm}"),
-    (r"\boxed{5\text{ in the morning}}", "5"),
-    (r"\boxed{12 \text{ meters squared}}", "12"),
-    (r"\boxed{12\text{ m}^2}", r"12\text{ square meters}"),
-    (r"\boxed{15 \text{ sq. ft.}}", "15"),
-    (r"\boxed{3\sqrt{2}\text{ cm}}", r"3\sqrt{2}\text{ m}", False),
-    (r"\boxed{3\sqrt{2}\text{ cm}}", r"3\sqrt{2}\text{ centimeters}"),
-    (r"\boxed{10^3 \text{ meters}}", "1000"),
-    (r"\boxed{18m}", "18"),
-    (r"\boxed{90\text{ min}}", r"90\text{ minutes}"),
-    (r"\boxed{90\text{ minutes}}", r"90\text{ hours}", False),
-    (r"\boxed{1.5\text{ hours}}", "90", False),
-    (r"\boxed{5\text{ years old}}", r"5\text{ months}", False),
-    (r"\boxed{5 \text{ hours } 30 \text{ minutes}}", "5", False),
-    (r"\boxed{5 \text{ feet } 3\text{ inches}}", r"5\text{ ft}", False),
-    (r"\boxed{5 \text{ feet}}", r"5\text{ feet }3\text{ inches}", False),
-    (r"\boxed{2\text{ hours } 30\text{ min}}", r"2\text{ hours }30\text{ min}"),
-    (r"\boxed{20^\circ\text{C}}", "20"),
-    (r"\boxed{20^\circ\text{C}}", r"20^\circ\text{F}", False),
-    (r"\boxed{90\text{ radians}}", r"90^\circ", False),
-    (r"\boxed{5\%}", r"\$5", False),
-    (r"\boxed{50\text{ percent}}", "0.5"),
-    (r"\boxed{50 per cent}", r"50\%"),
-    (r"\boxed{25\% \text{ of the eggs}}", "25"),
-    (r"\boxed{25}", "0.25", False),
-    (r"\boxed{2\text{ dozen}}", "2"),
-    (r"\boxed{2\text{ dozen}}", "24"),
-    (r"\boxed{2\text{ dozen}}", "12", False),
-    (r"\boxed{24 \text{ eggs}}", r"2\text{ dozen}"),
-    (r"\boxed{3\text{ quarters}}", "3"),
-    (r"\boxed{\$2.5\text{ million}}", "2500000"),
-    (r"\boxed{18\text{ thousand dollars}}", "18000"),
-    (r"\boxed{18\text{ more apples}}", "18"),
-    (r"\boxed{18\text{ apples and oranges}}", "18"),
-    (r"\boxed{5\text{ times as many}}", "5"),
-    (r"\boxed{5\text{ fifth graders}}", "5"),
-    (r"\boxed{18/\text{day}}", "18"),
-    (r"\boxed{3+3\text{ eggs}}", "6", False),
-]
-
-WORDS = [
-    # signs and operations
-    (r"\boxed{\text{negative }5}", "-5"),
-    (r"\boxed{negative 5}", "-5"),
-    (r"\boxed{\text{minus }5}", "-5"),
-    (r"\boxed{negative \frac{1}{2}}", "-0.5"),
-    (r"\boxed{\text{negative }5}", "5", False),
-    (r"\boxed{5 \text{ tenths}}", "0.5"),
-    (r"\boxed{5 \text{ tenths}}", "5", False),
-    (r"\boxed{2\text{ thirds}}", r"\frac{2}{3}"),
-    (r"\boxed{2\text{ thirds}}", "2", False),
-    (r"\boxed{3 \text{ squared}}", "3", False),
-    (r"\boxed{3\text{ doubled}}", "3", False),
-    (r"\boxed{5\text{ factorial}}", "5", False),
-    (r"\boxed{3\text{ to the power of two}}", "3", False),
-    (r"\boxed{5\text{ plus two}}", "5", False),
-    (r"\boxed{3\text{ point five}}", "3", False),
-    (r"\boxed{2\text{ and a half}}", "2", False),
-    (r"\boxed{\text{half of }6}", "6", False),
-    (r"\boxed{\text{twice }6}", "6", False),
-    (r"\boxed{5\pi}", "5", False),
-    (r"\boxed{3 i}", "3", False),
-    (r"\boxed{3 a}", "3", False),
-    (r"\boxed{3\text{ hundred-dollar bills}}", "3"),
-    # bases and times of day
-    (r"\boxed{11_2}", "11", False),
-    (r"\boxed{101_{\text{two}}}", "101", False),
-    (r"\boxed{11 base 2}", "11", False),
-    (r"\boxed{11_3}", "11_2", False),
-    (r"\boxed{101_2}", r"101_{\text{two}}"),
-    (r"\boxed{101_{\text{two}}}", "101_{2}"),
-    (r"\boxed{101_3}", r"101_{\text{two}}", False),
-    (r"\boxed{101\text{ base }2}", "101_2"),
-    (r"\boxed{101}", r"101_{\text{two}}"),
-    (r"\boxed{x_{10} = 18}", "18"),
-    (r"\boxed{2014}", "2014_5"),
-    (r"\boxed{\text{10:30 pm}}", "10:30 am", False),
-    (r"\boxed{\text{10:30 a.m.}}", "10:30 AM"),
-    (r"\boxed{10:30}", "10:30 am"),
-    (r"\boxed{05:30}", "5:30"),
-    (r"\boxed{10:30}", "5:15", False),
-    (r"\boxed{3:45}", "225", False),
-    (r"\boxed{5\text{ p.m.}}", r"5\text{ a.m.}", False),
-    (r"\boxed{5\text{ o'clock}}", "5"),
-    # doubt, negation and ranges
-    (r"\boxed{\text{not }5}", "5", False),
-    (r"\boxed{x \neq 5}", "5", False),
-    (r"\boxed{> 5}", "5", False),
-    (r"\boxed{\text{more than }5}", "5", False),
-    (r"\boxed{5\text{ or more}}", "5", False),
-    (r"\boxed{5\text{ apples or more}}", "5", False),
-    (r"\boxed{18\text{ apples or oranges}}", "18"),
-    (r"\boxed{5\text{ if rounded}}", "5", False),
-    (r"\boxed{5\text{, maybe }6}", "5", False),
-    (r"\boxed{3-5}", "3", False),
-    (r"\boxed{3–5}", "5", False),
-    (r"\boxed{3\text{ to }5}", "3", False),
-    (r"\boxed{\text{between }3\text{ and }5}", "3", False),
-    (r"\boxed{5\pm 1}", "5", False),
-    (r"\boxed{5}/\boxed{6}", "6", False),
-    ("The answer is not $5$.", "5", False),
-    (r"The answer is \textbf{$5$}.", "5"),
-    ("The answer could be $5$; maybe $6$.", "6", False),
-    # names
-    (r"\boxed{= 18}", "18"),
-    (r"\boxed{\text{Total cost} = \$18}", "18"),
-    (r"\boxed{\theta = 30^\circ}", "30"),
-    (r"\boxed{\text{Answer: }18}", "18"),
-    (r"\boxed{\text{Total: }18}", "18"),
-    ("<answer>Total cost: $18</answer>", "18"),
-    ("<answer>Total: 17 or 18</answer>", "18", False),
-    ("#### 12 - 7 = 5", "5"),
-    ("#### 12 - 7", "5", False),
-    ("<answer>The final answer is 18.</answer>", "18"),
-    # letters and words
-    (r"\boxed{BADC}", "ABCD", False),
-    (r"\boxed{ABD}", "ADB", False),
-    ("<answer>cat</answer>", "tac", False),
-    (r"\boxed{\text{No}}", "no"),
-    (r"\boxed{\text{not Monday}}", "Monday", False),
-    (r"\boxed{\text{B. 12 or C. 13}}", "B", False),
-    (r"\boxed{\text{B) 12, C) 13}}", "B", False),
-    ("<answer>B or C</answer>", "B", False),
-    (r"\boxed{\text{Not B}}", "B", False),
-    (r"\boxed{\text{B. Vitamin C}}", "B"),
-    ("<answer>B. George W. Bush</answer>", "B"),
-    ("<answer>B - Paris</answer>", "B"),
-    ("<answer>Option B</answer>", "B"),
-    ("<answer>The correct answer is B</answer>", "B"),
-    (r"\boxed{B}", "B. 12"),
-    (r"\boxed{\text{(C) }12}", "B. 12", False),
-    (r"\boxed{2\sqrt{3}}", r"\textbf{(B)}\ \sqrt{12}"),
-    (r"\boxed{2\sqrt{2}}", r"\textbf{(B)}\ \sqrt{12}", False),
-    (r"\boxed{1}", "N - 1", False),
-    (r"\boxed{N}", "N - 1", False),
-    (r"\boxed{N - 1}", "N", False),
-    (r"\boxed{-1 + N}", "N - 1"),
-    # headings
-    ("#### Conclusion\nThe answer is $18$.", "18"),
-    ("#### Step 2: Add\nThe answer is $18$.", "18"),
-    ("#### 1. Setup\nThe answer is $18$.", "18"),
-    ("#### Answer: 18\nThat is all.", "18"),
-    ("The answer is $3$.\n#### 18 eggs", "18"),
-    ("#### Monday", "Monday"),
-    # characters
-    (r"\boxed{x² + 1}", "$1+x^2$"),
-    (r"\boxed{√12}", r"$2\sqrt{3}$"),
-    (r"\boxed{10⁻³}", "0.001"),
-    (r"\boxed{x ≤ 3}", r"$x \le 3$"),
-]
+OTHERS = rows(r"""
+# fractions
+\boxed{\frac{1}{2}} == 0.5
+\boxed{\frac{1}{2}} == \frac12
+\boxed{\dfrac{1}{2}} == \frac{1}{2}
+\boxed{\tfrac12} == 1/2
+\boxed{\frac23} == \frac{2}{3}
+\boxed{1/2} == \frac{1}{2}
+\boxed{0.5} == \frac{1}{2}
+\boxed{\frac{2}{4}} == \frac{1}{2}
+\boxed{\frac{-1}{2}} == -\frac{1}{2}
+\boxed{\frac{1}{-2}} == -0.5
+\boxed{-\frac{1}{2}} == -1/2
+\boxed{\frac{1}{2}} != -\frac{1}{2}
+\boxed{\frac{1}{3}} != \frac{1}{2}
+\boxed{1\frac{1}{2}} == \frac{3}{2}
+\boxed{1 \frac{1}{2}} == 1.5
+\boxed{1 1/2} == 1.5
+\boxed{-1\frac{1}{2}} == -1.5
+\boxed{1\frac{1}{2}} != \frac{1}{2}
+\boxed{\frac{1}{2}\text{ hour}} == 0.5
+\boxed{0.333} != \frac{1}{3}
+\boxed{0.333333} == \frac{1}{3}
+\boxed{0.666667} == \frac{2}{3}
+\boxed{0.6666666} == \frac{2}{3}
+\boxed{0.66666} != \frac{2}{3}
+\boxed{1.000001} != 1
+\boxed{6.63\times10^{-34}} != 1.05\times10^{-34}
+\boxed{1.5\times10^{-30}} != 0
+\boxed{1/2,3} != 1/23
+\boxed{3,1/2} == 1/2,3
+\boxed{3.14} != \pi
+\boxed{\frac{70{,}000}{3}} == \frac{70000}{3}
+\boxed{\frac{1}{0}} != 0
+\boxed{\frac{7}{12}} == 7/12
+\boxed{7:12} == 7:12
+\boxed{\frac{x}{2}} == \frac{1}{2}x
+# algebra
+\boxed{(x+1)^2} == x^2+2x+1
+\boxed{x^2+2x+1} == (x+1)^2
+\boxed{x^2+2x+2} != (x+1)^2
+\boxed{x^{2}} == x^2
+\boxed{x^2 + 3x} == 3x+x^2
+\boxed{2x + 3} == y = 2x+3
+\boxed{y = 2x + 3} == y=2x+3
+\boxed{y = 2x - 3} != y=2x+3
+\boxed{\sqrt{12}} == 2\sqrt{3}
+\boxed{\sqrt2} == \sqrt{2}
+\boxed{\sqrt 2} == \sqrt{2}
+\boxed{\frac{\sqrt{2}}{2}} == \frac{1}{\sqrt{2}}
+\boxed{\sqrt{3}} != \sqrt{2}
+\boxed{\sqrt{16}} == 4
+\boxed{\sqrt[3]{8}} == 2
+\boxed{2\pi} == 2\pi
+\boxed{2 \pi} == \pi \cdot 2
+\boxed{6.28} != 2\pi
+\boxed{\pi r^2} == r^2\pi
+\boxed{3\sqrt{2}\text{ cm}} == 3\sqrt{2}
+\boxed{3+2i} == 3+2i
+\boxed{2i+3} == 3+2i
+\boxed{3-2i} != 3+2i
+\boxed{\ln 4} == 2\ln 2
+\boxed{\log_2 8} == 3
+\boxed{\sin^2 x + \cos^2 x} == 1
+\boxed{\frac{x+1}{x-1}} == \dfrac{x + 1}{x - 1}
+\boxed{\frac{x-1}{x+1}} != \frac{x+1}{x-1}
+\boxed{\binom{5}{2}} == 10
+\boxed{5!} == 120
+\boxed{ab} == ba
+\boxed{x \cdot y \cdot z} == $xyz$
+\boxed{zyx} == $xyz$
+\boxed{n(n+1)/2} == \frac{n(n+1)}{2}
+\boxed{x} != X
+\boxed{x = 3, y = 5} == x=3,y=5
+\boxed{-x} != x
+\boxed{|x|} == \left|x\right|
+\boxed{2^{100}} == 2^{100}
+\boxed{\infty} == \infty
+# collections
+\boxed{\{1,2,3\}} == \{3,2,1\}
+\boxed{\{1, 2\}} != \{1,2,3\}
+\boxed{1,2,3} == 1, 2, 3
+\boxed{3,2,1} == 1,2,3
+\boxed{-2, 5} == 5,-2
+\boxed{-2,4} != 5,-2
+\boxed{x=-2 \text{ or } x=5} == -2,5
+\boxed{-2 \text{ and } 5} == -2,5
+\boxed{-2}, \boxed{5} == -2,5
+$\boxed{-2}$ and $\boxed{5}$ == -2, 5
+\boxed{-2} != -2,5
+\boxed{\pm 3} == -3,3
+\boxed{\pm 3} != 3
+\boxed{(1,2)} == (1,2)
+\boxed{(1, 2)} == \left(1,2\right)
+\boxed{(2,1)} != (1,2)
+\boxed{(0.5, 2)} == (\frac{1}{2}, 2)
+\boxed{(1,2,3)} == (1, 2, 3)
+\boxed{(1,3,2)} != (1,2,3)
+\boxed{[1,2]} == [1,2]
+\boxed{[1,2)} != [1,2]
+\boxed{(-\infty, 2) \cup (3, \infty)} == (-\infty,2)\cup(3,\infty)
+\boxed{(-\infty,2)\cup(3,\infty)} == (3,\infty)\cup(-\infty,2)
+\boxed{(-\infty,2]\cup(3,\infty)} != (-\infty,2)\cup(3,\infty)
+\boxed{x \in [1,2]} == [1,2]
+\boxed{x > 3} == 3 < x
+\boxed{x \geq 3} == x \ge 3
+\boxed{x > 3} != x \ge 3
+\boxed{(3,\infty)} == x > 3
+\boxed{\emptyset} == \emptyset
+\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}} == \begin{pmatrix}1&2\\3&4\end{pmatrix}
+\boxed{\begin{pmatrix}1&2\\ 3&4\end{pmatrix}} == \begin{pmatrix} 1&2\\3&4 \end{pmatrix}
+\boxed{\begin{pmatrix}1&3\\2&4\end{pmatrix}} != \begin{pmatrix}1&2\\3&4\end{pmatrix}
+\boxed{\begin{bmatrix} \frac12 \\ 2 \end{bmatrix}} == \begin{bmatrix} 0.5 \\ 2 \end{bmatrix}
+# choices and texts
+\boxed{B} == B
+\boxed{\text{(B)}} == B
+\boxed{(B)} == B
+\boxed{\textbf{(B)}} == (B)
+\boxed{\textbf{(B) }12} == B
+\boxed{B. 12} == B
+\boxed{B)} == B
+\boxed{\mathrm{B}} == B
+\boxed{12} == \textbf{(B)}\ 12
+\boxed{B} == \textbf{(B)}\ 12
+\boxed{13} != \textbf{(B)}\ 12
+\boxed{C} != B
+\boxed{\text{(C) }12} != B
+\boxed{\text{A or B}} != B
+\boxed{(A) and (B)} != B
+\boxed{A, B} != B
+<answer>B</answer> == B
+<answer>(B) Paris</answer> == B
+\boxed{\text{Monday}} == Monday
+\boxed{Monday} == \text{Monday}
+\boxed{\text{monday}} == Monday
+\boxed{\text{Tuesday}} != Monday
+\boxed{\text{Yes}} == yes
+\boxed{\text{No}} != \text{Yes}
+\boxed{\text{even}} != \text{odd}
+\boxed{\text{Evelyn}} == \text{Evelyn}
+<answer>New York</answer> == New York
+<answer>New Jersey</answer> != New York
+\boxed{\text{6:30 p.m.}} == \text{6:30 p.m.}
+\boxed{I do not know} != 18
+# <answer>
+<think>a</think><answer>18</answer> == 18
+<answer>⏎18⏎</answer> == 18
+<answer>\(18\)</answer> == 18
+<answer>$18$</answer> == 18
+<answer>$70,000</answer> == 70000
+<answer>18 eggs</answer> == 18
+<answer>$18 per day</answer> == 18
+<answer>Answer: 18</answer> == 18
+<answer>\boxed{18}</answer> == 18
+<answer>\frac{1}{2}</answer> == 1/2
+<answer>(x+1)^2</answer> == x^2+2x+1
+<answer>17</answer> != 18
+<answer></answer> != 18
+<answer>1</answer><answer>18</answer> == 18
+# ####
+She has 9 * 2 = 18.⏎#### 18 == 18
+#### $18 == 18
+#### 18. == 18
+#### 18 dollars == 18
+#### 1,234 == 1234
+#### **18** == 18
+#### 18⏎That is all. == 18
+#### 17 != 18
+####  != 18
+# a formula after "answer"
+The final answer is $18$. == 18
+The final answer is $18$. I hope it is correct. == 18
+Final answer: \(\frac{1}{2}\) == 0.5
+Therefore, the answer is \[ x^2 \] == x^2
+The answer is $17$. != 18
+The answer is $18$ where $x=3$. == 18
+The answer is $\$18$. == 18
+The answer is $$\$18$$. == 18
+The answer is $18$ where $x=3$. != 3
+The answer is \frac{1}{2}. == 1/2
+$x = 18$, so we are done. != 18
+The answer is $3$ or $5$. != 5
+The answers are $-2$ and $5$. == -2,5
+# references that are solutions
+\boxed{18} == 9 * 2 = <<9*2=18>>18⏎#### 18
+\boxed{18} == We get $9 \cdot 2 = \boxed{18}$.
+#### 17 != We get $9 \cdot 2 = \boxed{18}$.
+\boxed{\frac12} == $\frac{1}{2}$
+\boxed{2} == We get $\boxed 2$.
+\boxed{0.5} == The price is $\$0.5$ per egg.
+# corrections: the last one counts
+\boxed{1}. No, wait. \boxed{18} == 18
+\boxed{18}. No, wait. \boxed{1} != 18
+First \boxed{17}, no, \boxed{18} == 18
+\boxed{18} So the answer is \boxed{18} == 18
+# hedging
+\boxed{3} or \boxed{5} != 5
+\boxed{3} or \boxed{5} != 3
+\boxed{3}, or maybe \boxed{5} != 5
+$\boxed{3}$ or $\boxed{5}$ != 5
+\boxed{3}. Or maybe \boxed{5}. != 5
+\boxed{3}. Or rather, \boxed{5}. == 5
+\boxed{3 or 5} != 5
+\boxed{3 \text{ or } 5} != 5
+\boxed{3, 5} != 5
+<answer>3 or 5</answer> != 5
+<answer>3</answer> or <answer>5</answer> != 5
+#### 3 or 5 != 5
+# thinking
+<think>\boxed{18}</think> I do not know != 18
+<think>maybe \boxed{7} != 7
+<think>\boxed{17}</think>\boxed{18} == 18
+<think>\boxed{18}</think>\boxed{17} != 18
+<think>It is 18.</think> It is \boxed{18}. == 18
+It is 18.</think>\boxed{18} == 18
+<think>a</think> Well. <think>maybe \boxed{7} != 7
+# unfinished or absent
+so \boxed{18 != 18
+so <answer>18 != 18
+\boxed{} != 18
+18 != 18
+I think it is 18. != 18
+\boxed{?} != 18
+\boxed{\text{undefined}} != 0
+# units
+\boxed{5 \text{ cents}} != \$5
+\boxed{5 \text{ cents}} == 5
+\boxed{50¢} == 50
+\boxed{50¢} != \$50
+\boxed{5 \text{ dollars}} == \$5
+\boxed{\$-5} == -5
+\boxed{-\$5} == -5
+\boxed{€5} != \$5
+\boxed{5 \text{ Euro}} == €5
+\boxed{18\text{ US dollars}} == \$18
+\boxed{\$18 \text{ per day}} == \$18
+\boxed{\$18 \text{ per day}} == 18\text{ per day}
+\boxed{18\text{ dollars a day}} == 18
+\boxed{5\text{ km}} != 5\text{ m}
+\boxed{5\text{ km/h}} != 5\text{ mph}
+\boxed{60 \text{ miles per hour}} == 60\text{ mph}
+\boxed{60\text{ km/h}} != 60\text{ km/s}
+\boxed{60\text{ km/h}} == 60\text{ kilometers per hour}
+\boxed{18\text{ dollars per day}} != 18\text{ dollars a week}
+\boxed{5 \text{ kg}} != 5000
+\boxed{12\text{ inches}} != 12\text{ feet}
+\boxed{18\text{ in}} != 18\text{ cm}
+\boxed{18\text{ in total}} == 18\text{ cm}
+\boxed{5\text{ in the morning}} == 5
+\boxed{12 \text{ meters squared}} == 12
+\boxed{12\text{ m}^2} == 12\text{ square meters}
+\boxed{15 \text{ sq. ft.}} == 15
+\boxed{3\sqrt{2}\text{ cm}} != 3\sqrt{2}\text{ m}
+\boxed{3\sqrt{2}\text{ cm}} == 3\sqrt{2}\text{ centimeters}
+\boxed{10^3 \text{ meters}} == 1000
+\boxed{18m} == 18
+\boxed{90\text{ min}} == 90\text{ minutes}
+\boxed{90\text{ minutes}} != 90\text{ hours}
+\boxed{1.5\text{ hours}} != 90
+\boxed{5\text{ years old}} != 5\text{ months}
+\boxed{5 \text{ hours } 30 \text{ minutes}} != 5
+\boxed{5 \text{ feet } 3\text{ inches}} != 5\text{ ft}
+\boxed{5 \text{ feet}} != 5\text{ feet }3\text{ inches}
+\boxed{2\text{ hours } 30\text{ min}} == 2\text{ hours }30\text{ min}
+\boxed{20^\circ\text{C}} == 20
+\boxed{20^\circ\text{C}} != 20^\circ\text{F}
+\boxed{90\text{ radians}} != 90^\circ
+\boxed{5\%} != \$5
+\boxed{50\text{ percent}} == 0.5
+\boxed{50 per cent} == 50\%
+\boxed{25\% \text{ of the eggs}} == 25
+\boxed{25} != 0.25
+\boxed{2\text{ dozen}} == 2
+\boxed{2\text{ dozen}} == 24
+\boxed{2\text{ dozen}} != 12
+\boxed{24 \text{ eggs}} == 2\text{ dozen}
+\boxed{3\text{ quarters}} == 3
+\boxed{\$2.5\text{ million}} == 2500000
+\boxed{18\text{ thousand dollars}} == 18000
+\boxed{18\text{ more apples}} == 18
+\boxed{18\text{ apples and oranges}} == 18
+\boxed{5\text{ times as many}} == 5
+\boxed{5\text{ fifth graders}} == 5
+\boxed{18/\text{day}} == 18
+\boxed{3+3\text{ eggs}} != 6
+# signs and operations
+\boxed{\text{negative }5} == -5
+\boxed{negative 5} == -5
+\boxed{\text{minus }5} == -5
+\boxed{negative \frac{1}{2}} == -0.5
+\boxed{\text{negative }5} != 5
+\boxed{5 \text{ tenths}} == 0.5
+\boxed{5 \text{ tenths}} != 5
+\boxed{2\text{ thirds}} == \frac{2}{3}
+\boxed{2\text{ thirds}} != 2
+\boxed{3 \text{ squared}} != 3
+\boxed{3\text{ doubled}} != 3
+\boxed{5\text{ factorial}} != 5
+\boxed{3\text{ to the power of two}} != 3
+\boxed{5\text{ plus two}} != 5
+\boxed{3\text{ point five}} != 3
+\boxed{2\text{ and a half}} != 2
+\boxed{\text{half of }6} != 6
+\boxed{\text{twice }6} != 6
+\boxed{5\pi} != 5
+\boxed{3 i} != 3
+\boxed{3 a} != 3
+\boxed{3\text{ hundred-dollar bills}} == 3
+# bases and times of day
+\boxed{11_2} != 11
+\boxed{101_{\text{two}}} != 101
+\boxed{11 base 2} != 11
+\boxed{11_3} != 11_2
+\boxed{101_2} == 101_{\text{two}}
+\boxed{101_{\text{two}}} == 101_{2}
+\boxed{101_3} != 101_{\text{two}}
+\boxed{101\text{ base }2} == 101_2
+\boxed{101} == 101_{\text{two}}
+\boxed{x_{10} = 18} == 18
+\boxed{2014} == 2014_5
+\boxed{\text{10:30 pm}} != 10:30 am
+\boxed{\text{10:30 a.m.}} == 10:30 AM
+\boxed{10:30} == 10:30 am
+\boxed{05:30} == 5:30
+\boxed{10:30} != 5:15
+\boxed{3:45} != 225
+\boxed{5\text{ p.m.}} != 5\text{ a.m.}
+\boxed{5\text{ o'clock}} == 5
+# doubt, negation and ranges
+\boxed{\text{not }5} != 5
+\boxed{x \neq 5} != 5
+\boxed{> 5} != 5
+\boxed{\text{more than }5} != 5
+\boxed{5\text{ or more}} != 5
+\boxed{5\text{ apples or more}} != 5
+\boxed{18\text{ apples or oranges}} == 18
+\boxed{5\text{ if rounded}} != 5
+\boxed{5\text{, maybe }6} != 5
+\boxed{3-5} != 3
+\boxed{3–5} != 5
+\boxed{3\text{ to }5} != 3
+\boxed{\text{between }3\text{ and }5} != 3
+\boxed{5\pm 1} != 5
+\boxed{5}/\boxed{6} != 6
+The answer is not $5$. != 5
+The answer is \textbf{$5$}. == 5
+The answer could be $5$; maybe $6$. != 6
+# names
+\boxed{= 18} == 18
+\boxed{\text{Total cost} = \$18} == 18
+\boxed{\theta = 30^\circ} == 30
+\boxed{\text{Answer: }18} == 18
+\boxed{\text{Total: }18} == 18
+<answer>Total cost: $18</answer> == 18
+<answer>Total: 17 or 18</answer> != 18
+#### 12 - 7 = 5 == 5
+#### 12 - 7 != 5
+<answer>The final answer is 18.</answer> == 18
+# letters and words
+\boxed{BADC} != ABCD
+\boxed{ABD} != ADB
+<answer>cat</answer> != tac
+\boxed{\text{No}} == no
+\boxed{\text{not Monday}} != Monday
+\boxed{\text{B. 12 or C. 13}} != B
+\boxed{\text{B) 12, C) 13}} != B
+<answer>B or C</answer> != B
+\boxed{\text{Not B}} != B
+\boxed{\text{B. Vitamin C}} == B
+<answer>B. George W. Bush</answer> == B
+<answer>B - Paris</answer> == B
+<answer>Option B</answer> == B
+<answer>The correct answer is B</answer> == B
+\boxed{B} == B. 12
+\boxed{\text{(C) }12} != B. 12
+\boxed{2\sqrt{3}} == \textbf{(B)}\ \sqrt{12}
+\boxed{2\sqrt{2}} != \textbf{(B)}\ \sqrt{12}
+\boxed{1} != N - 1
+\boxed{N} != N - 1
+\boxed{N - 1} != N
+\boxed{-1 + N} == N - 1
+# headings
+#### Conclusion⏎The answer is $18$. == 18
+#### Step 2: Add⏎The answer is $18$. == 18
+#### 1. Setup⏎The answer is $18$. == 18
+#### Answer: 18⏎That is all. == 18
+The answer is $3$.⏎#### 18 eggs == 18
+#### Monday == Monday
+# characters
+\boxed{x² + 1} == $1+x^2$
+\boxed{√12} == $2\sqrt{3}$
+\boxed{10⁻³} == 0.001
+\boxed{x ≤ 3} == $x \le 3$
+# a fraction of the reference is not the reference
+\boxed{\frac{3}{2}} != \frac{3}{2}\pi
+\boxed{\frac{3\pi}{2}} == \frac{3}{2}\pi
+\boxed{8/3, 3/5} != \left(\frac{3}{5},\frac{8}{3}\right]
+\boxed{(3/5, 8/3]} == \left(\frac{3}{5},\frac{8}{3}\right]
+\boxed{\frac12} != \frac{1}{2}\sqrt{3}
+\boxed{\frac{\sqrt3}{2}} == \frac{1}{2}\sqrt{3}
+\boxed{\frac12} != \frac{x}{2}+\frac{1}{2}
+\boxed{\frac14} != a \geq \frac{1}{4}
+\boxed{\frac12} != 3\frac{1}{2}\text{ hours}
+\boxed{3.5} == 3\frac{1}{2}\text{ hours}
+\boxed{0.5\text{ hours}} == \frac{1}{2} hour
+\boxed{\frac13} != x=\frac{1}{2} or x=\frac{1}{3}
+\boxed{\frac{1}{2}, \frac{1}{3}} == x=\frac{1}{2} or x=\frac{1}{3}
+# after the word "answer" and after ####
+The answer is 2\frac{1}{2}. == 5/2
+The answer is 2\frac{1}{2}. != 1/2
+The answer is \frac{3}{2}\pi. == \frac{3\pi}{2}
+The answer is \frac{x}{2} + \frac{1}{2}. != \frac{1}{2}
+The answer is \frac{1}{2} or \frac{1}{3}. != 1/3
+The answer is $x+1.$ == 1+x
+My first answer $2$ was wrong.⏎#### \sqrt{5} == \sqrt{5}
+My first answer $2$ was wrong.⏎#### \sqrt{5} != 2
+# notations
+\boxed{x\approx 3.14} == 3.14
+\boxed{≈ 3.15} != 3.14
+\boxed{0.1\overline{6}} == \frac16
+\boxed{0.\overline{3}} != \frac{3}{10}
+\boxed{1.5e3} == 1500
+\boxed{2e^3} != 2000
+\boxed{\frac\pi 2} == \frac{\pi}{2}
+\boxed{\varnothing} == \emptyset
+\boxed{8\pi\text{ cm}} != 8\pi\text{ inches}
+\boxed{x>3} == (3,\infty)
+\boxed{x\ge3} != (3,\infty)
+\boxed{0\le x\le 1} == [0,1]
+\boxed{0\le x\le 1} != (0,1)
+# decisions: what is neither converted nor finished is wrong; a name or form is not compared
+\boxed{\$0.75} != 75\text{ cents}
+\boxed{1/2/3} != \frac{1}{6}
+\boxed{x=5} == y=5
+\boxed{(1,2)} == \{1,2\}
+\boxed{12} == 12 dozen
+# the last closed mark of the strongest kind
+so \boxed{1}, no, \boxed{ 42 }. == 42
+\boxed{\frac{1}{\sqrt{2}}} == \frac{1}{\sqrt{2}}
+\boxed{\{1, 2\}} == \{1, 2\}
+\boxed{5} and an unclosed \boxed{6 == 5
+{ \boxed{ unclosed around \boxed{5} == 5
+\boxed{1} <answer>2</answer> #### 3 == 1
+<answer>1</answer><answer>⏎ 2 ⏎</answer> == 2
+<answer>1 != 1
+It is 7.⏎#### 7⏎as said == 7
+<think>\boxed{1}</think> I do not know != 1
+<think>\boxed{1}</think>\boxed{2} == 2
+thoughts \boxed{1}</think>#### 2 == 2
+# the same in both directions
+\boxed{-1,234,567.50} == -1234567.5
+\boxed{-1234567.5} == -1,234,567.50
+\boxed{-\dfrac{1}{2}} == -.5
+\boxed{-.5} == -\dfrac{1}{2}
+\boxed{1\,234} == 1234
+\boxed{1234} == 1\,234
+\boxed{  x +  1 } == x+1
+\boxed{x+1} ==   x +  1
+\boxed{50\%} != 0.5\%
+\boxed{0.5\%} != 50\%
+\boxed{1 2} != 12
+\boxed{12} != 1 2
+\boxed{1/0} != 0
+\boxed{0} != 1/0
+\boxed{1/0} == 1/0
+\boxed{nan} == nan
+""")
 
 # References without delimiters, as in the public data sets: each equals itself.
 GOLDS = r"""
@@ -631,51 +685,14 @@ GOLDS = r"""
     y = 2x + 3
 """.strip().splitlines()
 
-BARE = [(rf"\boxed{{{gold.strip()}}}", gold.strip()) for gold in GOLDS] + [
-    # a fraction of the reference is not the reference
-    (r"\boxed{\frac{3}{2}}", r"\frac{3}{2}\pi", False),
-    (r"\boxed{\frac{3\pi}{2}}", r"\frac{3}{2}\pi"),
-    (r"\boxed{8/3, 3/5}", r"\left(\frac{3}{5},\frac{8}{3}\right]", False),
-    (r"\boxed{(3/5, 8/3]}", r"\left(\frac{3}{5},\frac{8}{3}\right]"),
-    (r"\boxed{\frac12}", r"\frac{1}{2}\sqrt{3}", False),
-    (r"\boxed{\frac{\sqrt3}{2}}", r"\frac{1}{2}\sqrt{3}"),
-    (r"\boxed{\frac12}", r"\frac{x}{2}+\frac{1}{2}", False),
-    (r"\boxed{\frac14}", r"a \geq \frac{1}{4}", False),
-    (r"\boxed{\frac12}", r"3\frac{1}{2}\text{ hours}", False),
-    (r"\boxed{3.5}", r"3\frac{1}{2}\text{ hours}"),
-    (r"\boxed{0.5\text{ hours}}", r"\frac{1}{2} hour"),
-    (r"\boxed{\frac13}", r"x=\frac{1}{2} or x=\frac{1}{3}", False),
-    (r"\boxed{\frac{1}{2}, \frac{1}{3}}", r"x=\frac{1}{2} or x=\frac{1}{3}"),
-    # after the word "answer" and after ####
-    (r"The answer is 2\frac{1}{2}.", "5/2"),
-    (r"The answer is 2\frac{1}{2}.", "1/2", False),
-    (r"The answer is \frac{3}{2}\pi.", r"\frac{3\pi}{2}"),
-    (r"The answer is \frac{x}{2} + \frac{1}{2}.", r"\frac{1}{2}", False),
-    (r"The answer is \frac{1}{2} or \frac{1}{3}.", "1/3", False),
-    (r"The answer is $x+1.$", "1+x"),
-    ("My first answer $2$ was wrong.\n#### \\sqrt{5}", r"\sqrt{5}"),
-    ("My first answer $2$ was wrong.\n#### \\sqrt{5}", "2", False),
-    # notations
-    (r"\boxed{x\approx 3.14}", "3.14"),
-    (r"\boxed{≈ 3.15}", "3.14", False),
-    (r"\boxed{0.1\overline{6}}", r"\frac16"),
-    (r"\boxed{0.\overline{3}}", r"\frac{3}{10}", False),
-    (r"\boxed{1.5e3}", "1500"),
-    (r"\boxed{2e^3}", "2000", False),
-    (r"\boxed{\frac\pi 2}", r"\frac{\pi}{2}"),
-    (r"\boxed{\varnothing}", r"\emptyset"),
-    (r"\boxed{8\pi\text{ cm}}", r"8\pi\text{ inches}", False),
-    (r"\boxed{x>3}", r"(3,\infty)"),
-    (r"\boxed{x\ge3}", r"(3,\infty)", False),
-    (r"\boxed{0\le x\le 1}", "[0,1]"),
-    (r"\boxed{0\le x\le 1}", "(0,1)", False),
-    # decisions: what is neither converted nor finished is wrong; a name or form is not compared
-    (r"\boxed{\$0.75}", r"75\text{ cents}", False),
-    (r"\boxed{1/2/3}", r"\frac{1}{6}", False),
-    (r"\boxed{x=5}", "y=5"),
-    (r"\boxed{(1,2)}", r"\{1,2\}"),
-    (r"\boxed{12}", "12 dozen"),
+NINES = "9" * 5000
+SPECIAL = [
+    (rf"\boxed{{{NINES}}}", NINES, True),
+    ("", "18", False),
+    (r"\boxed{" * 200, "18", False),
+    ("1" * 3000, "1", False),
 ]
-
-OTHERS = FRACTIONS + ALGEBRA + COLLECTIONS + CHOICES_AND_TEXTS + MARKS + UNITS + WORDS + BARE
-ROWS = [(*row, True)[:3] for row in NUMBERS + OTHERS]
+BARE = [(rf"\boxed{{{gold.strip()}}}", gold.strip(), True) for gold in GOLDS]
+# right, but judged to be wrong
+MISTAKEN = (r"\boxed{e^{i\pi}}", "-1")
+ROWS = NUMBERS + OTHERS + BARE + SPECIAL

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,46 +26,10 @@ def same_answer(a: str, b: str) -> bool | None:
 # --- answers ---
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (r"so \boxed{1}, no, \boxed{ 42 }.", "42"),
-        (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed{5} and an unclosed \boxed{6", "5"),
-        (r"{ \boxed{ unclosed around \boxed{5}", "5"),
-        (r"\boxed{1} <answer>2</answer> #### 3", "1"),
-        ("<answer>1</answer><answer>\n 2 \n</answer>", "2"),
-        ("<answer>1", None),
-        ("It is 7.\n#### 7\nas said", "7"),
-        (r"<think>\boxed{1}</think> I do not know", None),
-        (r"<think>\boxed{1}</think>\boxed{2}", "2"),
-        (r"thoughts \boxed{1}</think>#### 2", "2"),
-        ("", None),
-    ],
-)
-def test_the_answer_is_extracted(text, answer):
-    assert extract_answer(text) == answer
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "same"),
-    [
-        ("-1,234,567.50", "-1234567.5", True),
-        (r"-\dfrac{1}{2}", "-.5", True),
-        (r"1\,234", "1234", True),
-        ("  x +  1 ", "x+1", True),
-        (r"50\%", r"0.5\%", False),
-        ("1 2", "12", False),
-        ("1/0", "0", False),
-        ("1/0", "1/0", True),
-        ("9" * 5000, "9" * 5000, True),
-        ("nan", "nan", True),
-    ],
-)
-def test_answers_are_compared_as_numbers_or_texts(a, b, same):
-    assert same_answer(a, b) is same
-    assert same_answer(b, a) is same
+def test_every_output_gets_the_verdict_of_the_table():
+    outputs, references, _ = zip(*ROWS)
+    rewards = accuracy_reward(outputs, solution=references)
+    assert [row for row, reward in zip(ROWS, rewards) if reward != row[2]] == []
 
 
 @given(st.integers(-(10**12), 10**12), st.integers(0, 3))

@@ -12,7 +12,7 @@ from nanogrpo import Config
 from nanogrpo.extras import rewards as extra
 from nanogrpo.rewards.builtin import accuracy_reward, load_function
 from tests.conftest import said
-from tests.rewards.answer_table import ROWS
+from tests.rewards.answer_table import MISTAKEN
 
 
 def message(text: str) -> list[dict]:
@@ -20,14 +20,10 @@ def message(text: str) -> list[dict]:
 
 
 def test_no_output_is_judged_wrong_here_and_right_by_trl():
-    outputs, references = [row[0] for row in ROWS], [row[1] for row in ROWS]
-    ours = accuracy_reward(list(map(message, outputs)), solution=references)
-    # One by one, because a reference that TRL cannot read has no reward (None).
-    theirs = [trl.accuracy_reward([message(o)], [r])[0] for o, r in zip(outputs, references)]
-    verdicts = list(zip(ROWS, ours, theirs))
-    assert not [row for row, our, their in verdicts if our != row[2] and their == row[2]]
-    right = sum(our == row[2] for row, our, _ in verdicts)
-    assert right >= len(ROWS) - 1
+    """test_answers.py shows that no other output is judged wrong here."""
+    output, reference = MISTAKEN
+    for accuracy in (accuracy_reward, trl.accuracy_reward):
+        assert accuracy([message(output)], [reference]) != [1.0]
 
 
 TEXTS = ["<think>", "</think>", "\n", "so ", r"\boxed{7}", r"\boxed{8}", " "]
