@@ -15,25 +15,11 @@ import torch
 from torch import Tensor
 
 from nanogrpo import Config
-from nanogrpo.extras.arithmetic import warmup
-from nanogrpo.extras.arithmetic.task import problems
 from nanogrpo.model.decoder import Block, Decoder
-from nanogrpo.model.tokenizer import Tokenizer
-from nanogrpo.types import Prompt, Sample
+from nanogrpo.types import Sample
 from tests.conftest import logp_of
 
 ULP = 2.0**-24  # the largest relative change when a number is rounded to float32
-
-
-def trained(model: Decoder, tokenizer: Tokenizer) -> list[Prompt]:
-    """Train a model on the built-in task until its distributions are sharp; return its prompts."""
-    warmup.teach(model.requires_grad_(True), tokenizer, seed=0, steps=80)
-    model.requires_grad_(False)
-    texts = [f"{text}=" for text in problems("train", 32, seed=1)]
-    return [
-        Prompt(i, t, tokenizer.encode_prompt([{"role": "user", "content": t}]))
-        for i, t in enumerate(texts)
-    ]
 
 
 def of_all(model: Decoder, samples: Sequence[Sample], cfg: Config) -> Tensor:

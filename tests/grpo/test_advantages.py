@@ -4,8 +4,6 @@
 test_trl_parity.py compares the same functions with TRL's code. Read next: test_loss.py.
 """
 
-from statistics import mean, stdev
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -53,12 +51,6 @@ def test_equal_rewards_give_exactly_zero(reward, size, options):
     random direction.
     """
     assert set(of([reward] * (2 * size), num_generations=size, **options)) == {0.0}
-
-
-def test_a_worked_example():
-    groups = [[1.0, 0.0, 0.0, 1.0], [3.0, 1.0, 1.0, 1.0]]
-    expected = [(r - mean(g)) / (stdev(g) + 1e-4) for g in groups for r in g]
-    assert of([*groups[0], *groups[1]], num_generations=4) == pytest.approx(expected)
 
 
 def test_maxrl_weighs_a_success_by_its_rarity():

@@ -29,29 +29,10 @@ def test_the_quantile_over_ranks_equals_torchs(parts, q):
         assert ours == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
-def batches_of(rows: list[list[float]]) -> list[SimpleNamespace]:
-    vectors = dict(importance=None, entropy_weight=None)
-    return [SimpleNamespace(weight=torch.ones(len(row)), **vectors) for row in rows]
-
-
-def test_the_top_tokens_are_chosen_over_all_micro_batches_of_a_step():
-    def kept(share, batches, rows):
-        cfg = Config(top_entropy_quantile=share, entropy_coef=0.3)
-        prepare(batches, list(map(torch.tensor, rows)), cfg, SOLO)
-        trained = [batch.weight * batch.importance for batch in batches]
-        each = 0.3 / sum(
-            x.count_nonzero() for x in trained
-        )  # the bonus is a mean over these tokens
-        for x, batch in zip(trained, batches):
-            assert batch.entropy_weight.tolist() == pytest.approx((x > 0).float() * each)
-        return [batch.importance.tolist() for batch in batches]
-
-    rows = [[0.1, 3.0, 0.2], [2.0, 0.3, 0.4, 1.0], [], [0.5, 0.6, 0.7]]
-    # the quantile at 0.7 lies between 0.7 and 1
-    assert kept(0.3, batches_of(rows), rows) == [[0, 1, 0], [1, 0, 0, 1], [], [0, 0, 0]]
-    batches = batches_of(rows)
-    batches[0].weight[1] = 0.0  # an untrained token does not count
-    batches[1].importance = torch.full((4,), 0.5)  # of another correction
-    assert kept(0.0, batches, rows)[1] == [0.5, 0, 0, 0]
-    rows = [[1.0, 1.0], [1.0]]  # equal entropies are kept together
-    assert kept(0.1, batches_of(rows), rows) == rows
+def test_tokens_that_are_not_trained_on_do_not_count():
+    """Neither for the threshold nor for the mean of the bonus. TRL has the other laws."""
+    batch = SimpleNamespace(weight=torch.tensor([1.0, 0.0, 1.0]), importance=None)
+    cfg = Config(top_entropy_quantile=0.0, entropy_coef=0.3)
+    prepare([batch], [torch.tensor([2.0, 3.0, 1.0])], cfg, SOLO)
+    assert (batch.importance * batch.weight).tolist() == [1, 0, 0]
+    assert batch.entropy_weight.tolist() == pytest.approx([0.3, 0, 0])
