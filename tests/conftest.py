@@ -187,6 +187,12 @@ def random_batch(
     )
 
 
+def completion(prompt, ids, index=0, logp=-1.0, stopped=True, **fields) -> Sample:
+    """Return a completion of these tokens, each with the same log-prob."""
+    n = len(ids)
+    return Sample(prompt, index, ids, [logp] * n, stopped, [0] * n, **fields)
+
+
 def random_samples(group: int = 1) -> list[Sample]:
     """Return 12 completions of uneven lengths, a third of them truncated, with random advantages.
     The log-probs are around those of a random model. group: completions per prompt.
@@ -249,12 +255,12 @@ def set_logp(model: Decoder, samples: Sequence[Sample], name: str, cfg: Config) 
 
 
 @pytest.fixture
-def reference_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+def reference_ops(monkeypatch) -> None:
     """Run the equations of kernels/reference/ on every device."""
     monkeypatch.setattr(dispatch, "choice", "torch")
 
 
-def one_sentence(capsys: pytest.CaptureFixture) -> str:
+def one_sentence(capsys) -> str:
     """Return the only error that a program has printed, which must be one sentence, last of all."""
     err = capsys.readouterr().err
     last = err.rstrip("\n").rpartition("\n")[2]
@@ -294,13 +300,13 @@ def write_base(folder: Path, seed: int = 0, **changes) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_base(tmp_path_factory) -> Path:
     """A checkpoint folder that all tests share. Read or copy it, but never write to it."""
     return write_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="session")
-def tied_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tied_base(tmp_path_factory) -> Path:
     """The same with a tied head."""
     return write_base(tmp_path_factory.mktemp("base") / "tied", tie_word_embeddings=True)
 
@@ -321,6 +327,14 @@ def even(completion_ids, **kwargs):
 
 def even_by_token(completion_ids, **kwargs):
     return [[(i % 2 == 0) / len(ids) for i in ids] for ids in completion_ids]
+
+def from_log_probs(completion_ids, logp, entropy, **kwargs):
+    return [[round(x - h, 3) if i % 3 else None for i, x, h in zip(*each)]
+            for each in zip(completion_ids, logp, entropy)]
+
+def differs_for_some_prompts(prompts, completion_ids, **kwargs):
+    pairs = zip(prompts, completion_ids)
+    return [sum(ids) % 7 if "1" in p or "3" in p else 1.0 for p, ids in pairs]
 
 def nothing_applies(completions, **kwargs):
     return [None] * len(completions)
@@ -359,12 +373,15 @@ def files(tmp_path_factory) -> Path:
 
 def arguments(base: Path, files: Path, output: Path, *options: str) -> list[str]:
     """Return the options of a run from random weights on 12 prompts, with 4 prompts of 4
-    completions per step. Later options replace earlier ones.
+    completions per step. Later options replace earlier ones. A text may have several options with
+    their values, such as "--beta 0.1 --max-steps 1".
     """
-    argv = ["--model", str(base), "--data", str(files / "data.jsonl"), "--output-dir", str(output)]
-    argv += ["--reward-funcs", f"{files / 'reward.py'}:even", "--device", "cpu"]
-    argv += ["--num-generations", "4", "--generation-batch-size", "16", "--max-steps", "3"]
-    return [*argv, "--max-completion-length", "8", "--learning-rate", "1e-3", *options]
+    argv = ["--model", str(base), "--data", f"{files}/data.jsonl", "--output-dir", str(output)]
+    argv += ["--reward-funcs", f"{files}/reward.py:even"]
+    small = "--device cpu --num-generations 4 --generation-batch-size 16 --max-steps 3"
+    for text in (f"{small} --max-completion-length 8 --learning-rate 1e-3", *options):
+        argv += text.split() if re.match("--[a-z-]+ ", text) else [text]
+    return argv
 
 
 @pytest.fixture
@@ -386,6 +403,11 @@ def write_rows(path: Path, rows: Iterable[object]) -> Path:
     """Write a file of JSON lines, and return its path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def pairs(table: str) -> list[tuple[str, str]]:
+    """Return the rows of a table: a line, and what belongs to it in the indented line below."""
+    return re.findall(r"^(\S.*)\n    (.*)$", table, re.MULTILINE)
 
 
 def said(content: object, role: str = "user") -> list[dict]:

@@ -25,7 +25,7 @@ from nanogrpo.errors import UserError
 from nanogrpo.extras import commandline, trl_names
 from nanogrpo.extras.commandline import parse
 from tests import ranks
-from tests.conftest import refused
+from tests.conftest import pairs, refused
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs/trl.md").read_text()
@@ -96,75 +96,107 @@ def test_defaults_are_those_of_trl_unless_the_table_says_otherwise():
 # --- what is accepted -----------------------------------------------------------------------------
 
 
+UNDERSTOOD = pairs("""
+--learning_rate 1e-4 --max-completion_length=64
+    learning_rate=1e-4 max_completion_length=64
+--model_name_or_path m --dataset_name d
+    model=m data=d
+--scale_rewards False
+    scale_rewards=none
+--scale_rewards True
+    scale_rewards=group
+--gradient_checkpointing
+    gradient_checkpointing=full
+--gradient_checkpointing --beta 1
+    gradient_checkpointing=full beta=1.0
+--gradient_checkpointing false
+    gradient_checkpointing=none
+--activation_checkpointing True
+    gradient_checkpointing=full
+--log_completions true --resume False
+    log_completions=True
+--log_completions=True --no_enable_thinking
+    log_completions=True enable_thinking=False
+--sync_ref_model --beta 1
+    ref_model_sync_steps=512 beta=1.0
+--sync_ref_model --beta 1 --ref_model_sync_steps 9
+    ref_model_sync_steps=9 beta=1.0
+--use_vllm
+    engine=vllm
+--use_vllm --weight_transport broadcast
+    engine=vllm weight_transport=broadcast
+--use_vllm False
+    engine=local
+--use_vllm --vllm_mode colocate
+    engine=vllm
+--use_vllm --vllm_enable_sleep_mode
+    engine=vllm vllm_enable_sleep_mode=True
+--use_vllm --vllm_gpu_memory_utilization 0.3
+    engine=vllm vllm_options=--gpu-memory-utilization=0.3
+--vllm_gpu_memory_utilization 0.3
+    engine=local
+--use_vllm --vllm_mode server --vllm_tensor_parallel_size 2
+    engine=vllm server=http://127.0.0.1:8000
+--vllm_mode colocate
+    engine=local
+--use_vllm --vllm_mode server
+    engine=vllm server=http://127.0.0.1:8000
+--use_vllm --vllm_server_host h --vllm_server_port 9
+    engine=vllm server=http://h:9
+--use_vllm --vllm_server_base_url http://h:1
+    engine=vllm server=http://h:1
+--vllm_importance_sampling_correction
+    vllm_importance_sampling_mode=sequence_mask
+--vllm_importance_sampling_correction false
+    vllm_importance_sampling_mode=off
+--vllm_importance_sampling_correction --vllm_importance_sampling_mode token_mask
+    vllm_importance_sampling_mode=token_mask
+--vllm_importance_sampling_cap 2
+    vllm_importance_sampling_clip_max=2.0
+--bf16
+    dtype=auto
+--bf16 True --fp16 False --hub_token null --shuffle_dataset true
+    dtype=auto
+--fp16
+    dtype=float16
+--use_cpu
+    device=cpu
+--cast_lm_head_to_fp32
+    head_dtype=float32
+--use_peft
+    lora_r=16
+--use_peft --lora_r 8
+    lora_r=8
+--use_peft --load_in_4bit --bnb_4bit_quant_type nf4 --use_bnb_nested_quant
+    lora_r=16 load_in_4bit=True
+--use_peft --lora_target_modules all-linear
+    lora_r=16
+--resume_from_checkpoint
+    resume=True
+--eval_strategy no --save_strategy steps
+    eval_steps=0
+--eval_strategy steps --eval_steps 5
+    eval_steps=5
+--save_strategy no
+    save_steps=0
+--vllm_importance_sampling_mode false --eval_strategy false
+    vllm_importance_sampling_mode=off eval_steps=0
+--eval_on_start --eval_steps 5
+    eval_steps=5
+--eval_on_start --use_cpu False --use_peft False
+    lora_r=0
+--warmup_ratio 0.1
+    warmup_steps=0.1
+--max_steps -1 --num_train_epochs 2.5
+    num_train_epochs=2.5
+--logging_steps 1 --dataloader_num_workers 4 --report_to none
+    engine=local
+""")
+
+
 @pytest.mark.parametrize(
     ("argv", "expected"),
-    [
-        (
-            "--learning_rate 1e-4 --max-completion_length=64",
-            "learning_rate=1e-4 max_completion_length=64",
-        ),
-        ("--model_name_or_path m --dataset_name d", "model=m data=d"),
-        ("--scale_rewards False", "scale_rewards=none"),
-        ("--scale_rewards True", "scale_rewards=group"),
-        ("--gradient_checkpointing", "gradient_checkpointing=full"),
-        ("--gradient_checkpointing --beta 1", "gradient_checkpointing=full beta=1.0"),
-        ("--gradient_checkpointing false", "gradient_checkpointing=none"),
-        ("--activation_checkpointing True", "gradient_checkpointing=full"),
-        ("--log_completions true --resume False", "log_completions=True"),
-        (
-            "--log_completions=True --no_enable_thinking",
-            "log_completions=True enable_thinking=False",
-        ),
-        ("--sync_ref_model --beta 1", "ref_model_sync_steps=512 beta=1.0"),
-        ("--sync_ref_model --beta 1 --ref_model_sync_steps 9", "ref_model_sync_steps=9 beta=1.0"),
-        ("--use_vllm", "engine=vllm"),  # TRL's default is colocate, and so is ours
-        ("--use_vllm --weight_transport broadcast", "engine=vllm weight_transport=broadcast"),
-        ("--use_vllm False", ""),
-        ("--use_vllm --vllm_mode colocate", "engine=vllm"),
-        ("--use_vllm --vllm_enable_sleep_mode", "engine=vllm vllm_enable_sleep_mode=True"),
-        (
-            "--use_vllm --vllm_gpu_memory_utilization 0.3",
-            "engine=vllm vllm_options=--gpu-memory-utilization=0.3",
-        ),
-        ("--vllm_gpu_memory_utilization 0.3", ""),
-        (
-            "--use_vllm --vllm_mode server --vllm_tensor_parallel_size 2",
-            "engine=vllm server=http://127.0.0.1:8000",
-        ),
-        ("--vllm_mode colocate", ""),
-        ("--use_vllm --vllm_mode server", "engine=vllm server=http://127.0.0.1:8000"),
-        ("--use_vllm --vllm_server_host h --vllm_server_port 9", "engine=vllm server=http://h:9"),
-        ("--use_vllm --vllm_server_base_url http://h:1", "engine=vllm server=http://h:1"),
-        ("--vllm_importance_sampling_correction", "vllm_importance_sampling_mode=sequence_mask"),
-        ("--vllm_importance_sampling_correction false", ""),
-        (
-            "--vllm_importance_sampling_correction --vllm_importance_sampling_mode token_mask",
-            "vllm_importance_sampling_mode=token_mask",
-        ),
-        ("--vllm_importance_sampling_cap 2", "vllm_importance_sampling_clip_max=2.0"),
-        ("--bf16", ""),
-        ("--bf16 True --fp16 False --hub_token null --shuffle_dataset true", ""),
-        ("--fp16", "dtype=float16"),
-        ("--use_cpu", "device=cpu"),
-        ("--cast_lm_head_to_fp32", "head_dtype=float32"),
-        ("--use_peft", "lora_r=16"),
-        ("--use_peft --lora_r 8", "lora_r=8"),
-        (
-            "--use_peft --load_in_4bit --bnb_4bit_quant_type nf4 --use_bnb_nested_quant",
-            "lora_r=16 load_in_4bit=True",
-        ),
-        ("--use_peft --lora_target_modules all-linear", "lora_r=16"),
-        ("--resume_from_checkpoint", "resume=True"),
-        ("--eval_strategy no --save_strategy steps", ""),
-        ("--eval_strategy steps --eval_steps 5", "eval_steps=5"),
-        ("--save_strategy no", "save_steps=0"),
-        ("--vllm_importance_sampling_mode false --eval_strategy false", ""),
-        ("--eval_on_start --eval_steps 5", "eval_steps=5"),
-        ("--eval_on_start --use_cpu False --use_peft False", ""),
-        ("--warmup_ratio 0.1", "warmup_steps=0.1"),
-        ("--max_steps -1 --num_train_epochs 2.5", "num_train_epochs=2.5"),
-        ("--logging_steps 1 --dataloader_num_workers 4 --report_to none", ""),
-    ],
+    UNDERSTOOD,
 )
 def test_trls_words_are_understood(argv, expected):
     changed = {
@@ -233,78 +265,58 @@ def test_the_batch_is_that_of_trl(monkeypatch, theirs, processes):
         assert (cfg.generation_batch_size, cfg.steps_per_generation) == expected
 
 
+REFUSED = pairs("""
+--fp16_full_eval
+    --fp16-full-eval is an option of TRL: it is not supported here, because evaluations
+--bnb_4bit_quant_type fp4
+    --bnb-4bit-quant-type is an option of TRL: it is not supported here, because the
+--optim paged_adamw_8bit --model m --data d
+    --optim is 'paged_adamw_8bit': choose one
+--deepspeed ds.json
+    --deepspeed is an option of TRL: start one process per GPU with to
+--greater_is_better false
+    --greater-is-better False is not supported: the best checkpoint has the highest value
+--use_vllm --engine local
+    --use-vllm means --engine vllm, but --engine local is given
+--use_vllm --vllm_mode both
+    --vllm-mode both is not supported: colocate, the default
+--use_peft false --lora_r 8
+    --use-peft False means --lora-r 0, but --lora-r 8 is given too: leave one of them out
+--resume_from_checkpoint 5
+    --resume-from-checkpoint 5 is not supported: true is --resume, which continues from
+--eval_strategy epoch
+    --eval-strategy epoch is not supported: steps changes nothing, and no is --eval-steps 0; \
+otherwise give a number to --eval-steps.
+--save_strategy epoch
+    --save-strategy epoch is not supported: steps changes nothing
+--eval_strategy steps
+    --eval-strategy steps needs --eval-steps: give a number of steps
+--per_device_train_batch_size x
+    --per-device-train-batch-size is 'x' but must be a wh
+--per_device_train_batch_size 0
+    --per-device-train-batch-size is 0 but must be a whol
+--gradient_accumulation_steps 4 --steps_per_generation 6
+    --gradient-accumulation-steps 4 does not divide the 6 micro-batches of a generation
+--per_device_train_batch_size 8 --generation_batch_size 60
+    --generation-batch-size 60 is not a multiple of --per-device-train-batch-size times
+--per_device_train_batch_size 8 --generation_batch_size 64 --steps_per_generation 8
+    --generation-batch-size and --steps-per-generation determine the batch: leave out
+--resume_from_checkpoint=
+    --resume-from-checkpoint  is not supported: true is --re
+--num-train-epoch 2
+    --num-train-epoch is not an option: use --num-train-epochs, or
+--use-vlm
+    --use-vlm is not an option: use --use-vllm, or see --help
+--quantization_config x
+    --quantization_config is not an option
+--data a --dataset_name b
+    --dataset-name and --data are the same option: remove one.
+""")
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [
-        (
-            "--fp16_full_eval",
-            "--fp16-full-eval is an option of TRL: it is not supported here, because evaluations",
-        ),
-        (
-            "--bnb_4bit_quant_type fp4",
-            "--bnb-4bit-quant-type is an option of TRL: it is not supported here, because the",
-        ),
-        (
-            "--optim paged_adamw_8bit --model m --data d",
-            "--optim is 'paged_adamw_8bit': choose one",
-        ),
-        (
-            "--deepspeed ds.json",
-            "--deepspeed is an option of TRL: start one process per GPU with to",
-        ),
-        (
-            "--greater_is_better false",
-            "--greater-is-better False is not supported: the best checkpoint has the highest value",
-        ),
-        (
-            "--use_vllm --engine local",
-            "--use-vllm means --engine vllm, but --engine local is given",
-        ),
-        ("--use_vllm --vllm_mode both", "--vllm-mode both is not supported: colocate, the default"),
-        (
-            "--use_peft false --lora_r 8",
-            "--use-peft False means --lora-r 0, but --lora-r 8 is given too: leave one of them out",
-        ),
-        (
-            "--resume_from_checkpoint 5",
-            "--resume-from-checkpoint 5 is not supported: true is --resume, which continues from",
-        ),
-        (
-            "--eval_strategy epoch",
-            "--eval-strategy epoch is not supported: steps changes nothing, and no is --eval-steps"
-            " 0; otherwise give a number to --eval-steps.",
-        ),
-        ("--save_strategy epoch", "--save-strategy epoch is not supported: steps changes nothing"),
-        (
-            "--eval_strategy steps",
-            "--eval-strategy steps needs --eval-steps: give a number of steps",
-        ),
-        (
-            "--per_device_train_batch_size x",
-            "--per-device-train-batch-size is 'x' but must be a wh",
-        ),
-        (
-            "--per_device_train_batch_size 0",
-            "--per-device-train-batch-size is 0 but must be a whol",
-        ),
-        (
-            "--gradient_accumulation_steps 4 --steps_per_generation 6",
-            "--gradient-accumulation-steps 4 does not divide the 6 micro-batches of a generation",
-        ),
-        (
-            "--per_device_train_batch_size 8 --generation_batch_size 60",
-            "--generation-batch-size 60 is not a multiple of --per-device-train-batch-size times",
-        ),
-        (
-            "--per_device_train_batch_size 8 --generation_batch_size 64 --steps_per_generation 8",
-            "--generation-batch-size and --steps-per-generation determine the batch: leave out",
-        ),
-        ("--resume_from_checkpoint=", "--resume-from-checkpoint  is not supported: true is --re"),
-        ("--num-train-epoch 2", "--num-train-epoch is not an option: use --num-train-epochs, or"),
-        ("--use-vlm", "--use-vlm is not an option: use --use-vllm, or see --help"),
-        ("--quantization_config x", "--quantization_config is not an option"),
-        ("--data a --dataset_name b", "--dataset-name and --data are the same option: remove one."),
-    ],
+    REFUSED,
 )
 def test_a_word_without_a_meaning_here_gets_one_sentence(argv, message):
     with refused(re.escape(message)) as error:

@@ -12,6 +12,7 @@ import pytest
 from examples import word_problems
 from examples.word_problems import INSTRUCTION, KINDS, last_number, problems
 from tests.conftest import read_rows, said
+from tests.rewards.answer_table import rows
 
 SPLITS = {"train": problems("train", 600), "held_out": problems("held_out", 180)}
 STORIES = {kind: stories for kind, (_, _, stories) in KINDS.items()}
@@ -97,28 +98,27 @@ def test_the_same_problems_are_written_every_time(tmp_path, capsys):
 # --- the reward ---
 
 
-@pytest.mark.parametrize(
-    ("text", "answer", "reward"),
-    [
-        ("Ann has 21 apples.", "21", 1),
-        ("14 + 7 = 21", "21", 1),
-        ("She has 14 + 7 = 21.", "21", 1),
-        ("It costs $21.00", "21", 1),
-        ("**21**", "21", 1),
-        ("1,021 miles", "1021", 1),
-        ("He walks 30-9=21 miles", "21", 1),
-        ("30-21", "21", 1),
-        ("the answer is -21", "21", 0),
-        ("21 apples, or 22", "21", 0),
-        ("21 of the 30 apples", "21", 0),
-        ("21.5", "21", 0),
-        ("121", "21", 0),
-        ("twenty-one", "21", 0),
-        ("x21", "21", 0),
-        ("", "21", 0),
-        ("9" * 5000, "21", 0),
-    ],
-)
-def test_only_the_last_number_counts(text, answer, reward):
-    assert last_number([text], [answer]) == [reward]
-    assert last_number([said(text, "assistant")], [answer], kind=["add"]) == [reward]
+LAST_NUMBERS = rows(r"""
+Ann has 21 apples. == 21
+14 + 7 = 21 == 21
+She has 14 + 7 = 21. == 21
+It costs $21.00 == 21
+**21** == 21
+1,021 miles == 1021
+He walks 30-9=21 miles == 21
+30-21 == 21
+the answer is -21 != 21
+21 apples, or 22 != 21
+21 of the 30 apples != 21
+21.5 != 21
+121 != 21
+twenty-one != 21
+x21 != 21
+ != 21
+""")
+
+
+@pytest.mark.parametrize(("text", "answer", "right"), [*LAST_NUMBERS, ("9" * 5000, "21", False)])
+def test_only_the_last_number_counts(text, answer, right):
+    assert last_number([text], [answer]) == [right]
+    assert last_number([said(text, "assistant")], [answer], kind=["add"]) == [right]

@@ -1,108 +1,301 @@
 """Plausible wrong answers to the exercises: solutions with a mistake, and a part of its hint.
 
 In: nothing. Out: WRONG, a list of (number of the exercise, [(text, replacement), …], part of the
-hint). Each replacement is made in the solution. Read next: test_exercises.py.
+hint). Each replacement is made in the solution. A block of EDITS has the number, the part of the
+hint, and the replacements as in a diff. Read next: test_exercises.py.
 """
+
+import re
 
 from exercises import check
 
-ONE = [  # (number, text, replacement, part of the hint)
-    (1, "rewards.mean(dim=1, keepdim=True)", "rewards.mean()", "mean of all prompts"),
-    (1, "dim=1, keepdim=True", "", "Mean and std are those of all prompts"),
-    (1, "std(dim=1", "std(correction=0, dim=1", "divides by G - 1"),
-    (1, "(rewards - mean)", "rewards", "not subtracted the mean"),
-    (2, "(rewards.sum(dim=1, keepdim=True) - rewards) / (G - 1)",
-        "rewards.mean(dim=1, keepdim=True)", "still contains the completion's own reward"),
-    (2, "- rewards) / (G - 1)", "- rewards) / 3", "right for G = 4, but not for G = 2"),
-    (2, "return rewards - others",
-        "return (rewards - rewards.mean(1, True)) / (rewards.std(1, keepdim=True) + 1e-4)",
-        "does not divide by the standard deviation"),
-    (2, "return G / (G - 1)", "return 1.0", "bring it to one fraction"),
-    (3, "return -(", "return (", "The sign is wrong"),
-    (3, "log_softmax", "softmax", "gradient of the probability"),
-    (3, "dim=-1", "dim=0", "over the tokens (dim 0)"),
-    (4, "torch.minimum", "torch.maximum", "larger of the two products"),
-    (4, "-torch.minimum(free, held)", "-free", "Nothing is clipped yet"),
-    (4, "logp - old_logp", "logp.detach() - old_logp", "has no gradient"),
-    (4, "-torch.minimum(free, held)",
-        "-torch.minimum(ratio, ratio.clamp(1 - epsilon, 1 + epsilon)) * advantage",
-        "not of the two ratios"),
-    (5, "(l * mask).sum() / mask.sum()", "(l * mask).mean()", "runs over all B·T places"),
-    (6, "return logp - ref_logp", "return ref_logp - logp", "in the other direction"),
-    (6, "x.exp() - x - 1", "x**2 / 2", "This is k2"),
-    (6, "DIFFERENCE = 0", "DIFFERENCE = 1", "probabilities sum to 1"),
-    (7, "1 / (B * n)", "1 / n", "divide by B too"),
-    (7, "[1 / N for _ in", "[1 / (B * n) for n in", "there is no mean over completions"),
-    (7, "[1 / (B * limit) for _ in", "[1 / (B * n) for n in", "does not matter"),
-    (8, ".mean().exp()", ".sum().exp()", "The power 1/|y| is missing"),
-    (8, "return -torch.minimum(s * advantage, held * advantage).mean()",
-        "ratios = [(n - o).exp() for n, o in zip(logp, old_logp)]\n"
-        "    clips = [r.clamp(1 - epsilon, 1 + epsilon) for r in ratios]\n"
-        "    all = zip(ratios, clips, advantage)\n"
-        "    return -torch.stack([torch.minimum(r * a, c * a).mean() for r, c, a in all]).mean()",
-        "a ratio and a clip of its own"),
-    (8, "(new - old).mean().exp()", "(new.sum().exp() / old.sum().exp()) ** (1 / len(new))",
-        "The loss is NaN"),
-    (9, '{"num_iterations": 4}', "{}", "still one update per step"),
-    (9, '{"num_iterations": 4}', "[4]", "OPTIONS must be a dict"),
-    (10, "float(answer in completion)", "float(completion == answer)", "`hackable` resists"),
-    (10, "float(answer in completion)", "completion.count(answer)", "must be the highest value"),
-    (10, "float(completion.strip() == answer)", "...", "Compare the completion with the answer"),
-    (12, "torch.maximum(q, z.max())", "torch.zeros_like(q)", "something overflows"),
-    (12, "in blocks:", "in list(blocks)[-1:]:", "only the last block"),
-    (12, "return lse, lse - s / l", "return lse", "must return two numbers"),
-    (13, "return dz / T", "return dz", "Divide by the temperature"),
-    (13, " - dH[:, None] * p * (logp_all + H)", "", "dH has no effect yet"),
-    (13, "(chosen - p) - dH[:, None]", "(chosen - p) - T * dH[:, None]", "not divided by the temp"),
-    (14, "range(0, len(hidden), chunk)", "range(0, len(hidden) // chunk * chunk, chunk)",
-        "The last chunk is missing"),
-    (14, "dz.scatter_add_(1, y, torch.full_like(h[:, :1], -1.0))", "pass", "the onehot is missing"),
-    (14, "dz = logp_all.exp()", "dz = (h @ head.T).softmax(dim=-1)", "80 matrix products for 20"),
-    (15, "/ D + eps", "/ D", "eps is missing"),
-    (15, "tl.sqrt(tl.sum(x * x, 0) / D + eps)", "tl.sum(x * x, 0) / D + eps", "root is missing"),
-    (15, "w, mask=j < D)", "w)", "writes past the end"),
-    (16, "math.sqrt(sum(gather(mine)))", "sum(gather(math.sqrt(mine)))", "Norms do not add up"),
-    (16, "math.sqrt(sum(gather(mine)))", "sum(gather(math.sqrt(mine))) / 4", "mean of the norms"),
-    (16, "    return math", "    if not shards:\n        return 0\n    return math",
-        "Every rank must"),
-    (17, "1.5 * weight", "weight", "changes nothing"),
-    (17, "sampling/sampling_logp_difference/mean", "frac_tokens_skipped", "Another metric"),
-    (18, "matmul(full, b)", "matmul(tile, b)", "fill up the last tile"),
-    (18, "matmul(full, b)", "matmul(full, b).bfloat16().float()", "You round the result"),
-    (18, "ROWS = 64", "ROWS = 1", "200 calls of `matmul`"),
-]  # fmt: skip
+EDITS = """
+1: mean of all prompts
+- rewards.mean(dim=1, keepdim=True)
++ rewards.mean()
 
-BEFORE = (
-    "(logits / temperature).log_softmax(dim=-1)",
-    "(logits.log_softmax(dim=-1) / temperature)",
-)
-UNSHIFTED = [("[:, :-1]", ""), ("tokens[:, 1:, None]", "tokens[:, :, None]")]
-ALL_PLACES = ("(l * mask).sum() / mask.sum()", "(l * mask).mean()")
-MASK, SQUARES = "is_completion[:, 1:]", "sum(m * m for m in gather(mine))"
+1: Mean and std are those of all prompts
+- dim=1, keepdim=True
 
-CROSS_ENTROPY = "torch.nn.functional.cross_entropy(logits, tokens) * advantage.mean()"
+1: divides by G - 1
+- std(dim=1
++ std(correction=0, dim=1
 
-SEVERAL = [  # (number, [(text, replacement), …], part of the hint)
-    (3, [("from torch", "import torch\nfrom torch"), ("-(advantage * logp).mean()", CROSS_ENTROPY)],
-        "meet its own token only"),
-    (5, [*UNSHIFTED, (MASK, "is_completion")], "predicts tokens[b, t + 1]"),
-    (5, [*UNSHIFTED, (MASK, "is_completion.roll(-1, 1)")], "shifted the mask, but not"),
-    (5, [BEFORE, ALL_PLACES], "Corrected so far: the shift."),
-    (5, [BEFORE], "no log-prob"),
-    (5, [("l * mask", "l * is_completion[:, :-1]")], "but the mask is not"),
-    (5, [("l * mask", "l * is_completion")], "all have T - 1 places"),
-    (9, [('{"num_iterations": 4}', '{"num_iterations": 4, "beta": 0.1}'),
-         ("clip_ratio/region_mean", "kl")], "logged only with OPTIONS"),
-    (9, [('{"num_iterations": 4}', '{"num_iterations": 2, "max_completion_length": 2}'),
-         ("clip_ratio/region_mean", "frac_tokens_skipped")], "not because of the ratio"),
-    (14, [("range(0, len(hidden), chunk)", "[0]"), ("start + chunk", "len(hidden)")],
-        "all logits are 3,900"),
-    (14, [("    for start", "    kept = []\n    for start"),
-          ("dhead += ", "kept += [dz]\n        dhead += ")],
-        "forget it before the next one"),
-    (16, [("float(shard.square().sum())", "float(shard.norm())"), ("sum(gather(mine))", SQUARES)],
-        "the shards of one rank are not"),
-]  # fmt: skip
+1: not subtracted the mean
+- (rewards - mean)
++ rewards
+
+2: still contains the completion's own reward
+- (rewards.sum(dim=1, keepdim=True) - rewards) / (G - 1)
++ rewards.mean(dim=1, keepdim=True)
+
+2: right for G = 4, but not for G = 2
+- - rewards) / (G - 1)
++ - rewards) / 3
+
+2: does not divide by the standard deviation
+- return rewards - others
++ return (rewards - rewards.mean(1, True)) / (rewards.std(1, keepdim=True) + 1e-4)
+
+2: bring it to one fraction
+- return G / (G - 1)
++ return 1.0
+
+3: The sign is wrong
+- return -(
++ return (
+
+3: gradient of the probability
+- log_softmax
++ softmax
+
+3: over the tokens (dim 0)
+- dim=-1
++ dim=0
+
+3: meet its own token only
+- from torch
++ import torch
++ from torch
+- -(advantage * logp).mean()
++ torch.nn.functional.cross_entropy(logits, tokens) * advantage.mean()
+
+4: larger of the two products
+- torch.minimum
++ torch.maximum
+
+4: Nothing is clipped yet
+- -torch.minimum(free, held)
++ -free
+
+4: has no gradient
+- logp - old_logp
++ logp.detach() - old_logp
+
+4: not of the two ratios
+- -torch.minimum(free, held)
++ -torch.minimum(ratio, ratio.clamp(1 - epsilon, 1 + epsilon)) * advantage
+
+5: runs over all B·T places
+- (l * mask).sum() / mask.sum()
++ (l * mask).mean()
+
+5: predicts tokens[b, t + 1]
+- [:, :-1]
+- tokens[:, 1:, None]
++ tokens[:, :, None]
+- is_completion[:, 1:]
++ is_completion
+
+5: shifted the mask, but not
+- [:, :-1]
+- tokens[:, 1:, None]
++ tokens[:, :, None]
+- is_completion[:, 1:]
++ is_completion.roll(-1, 1)
+
+5: Corrected so far: the shift.
+- (logits / temperature).log_softmax(dim=-1)
++ (logits.log_softmax(dim=-1) / temperature)
+- (l * mask).sum() / mask.sum()
++ (l * mask).mean()
+
+5: no log-prob
+- (logits / temperature).log_softmax(dim=-1)
++ (logits.log_softmax(dim=-1) / temperature)
+
+5: but the mask is not
+- l * mask
++ l * is_completion[:, :-1]
+
+5: all have T - 1 places
+- l * mask
++ l * is_completion
+
+6: in the other direction
+- return logp - ref_logp
++ return ref_logp - logp
+
+6: This is k2
+- x.exp() - x - 1
++ x**2 / 2
+
+6: probabilities sum to 1
+- DIFFERENCE = 0
++ DIFFERENCE = 1
+
+7: divide by B too
+- 1 / (B * n)
++ 1 / n
+
+7: there is no mean over completions
+- [1 / N for _ in
++ [1 / (B * n) for n in
+
+7: does not matter
+- [1 / (B * limit) for _ in
++ [1 / (B * n) for n in
+
+8: The power 1/|y| is missing
+- .mean().exp()
++ .sum().exp()
+
+8: a ratio and a clip of its own
+- return -torch.minimum(s * advantage, held * advantage).mean()
++ ratios = [(n - o).exp() for n, o in zip(logp, old_logp)]
++     clips = [r.clamp(1 - epsilon, 1 + epsilon) for r in ratios]
++     all = zip(ratios, clips, advantage)
++     return -torch.stack([torch.minimum(r * a, c * a).mean() for r, c, a in all]).mean()
+
+8: The loss is NaN
+- (new - old).mean().exp()
++ (new.sum().exp() / old.sum().exp()) ** (1 / len(new))
+
+9: still one update per step
+- {"num_iterations": 4}
++ {}
+
+9: OPTIONS must be a dict
+- {"num_iterations": 4}
++ [4]
+
+9: logged only with OPTIONS
+- {"num_iterations": 4}
++ {"num_iterations": 4, "beta": 0.1}
+- clip_ratio/region_mean
++ kl
+
+9: not because of the ratio
+- {"num_iterations": 4}
++ {"num_iterations": 2, "max_completion_length": 2}
+- clip_ratio/region_mean
++ frac_tokens_skipped
+
+10: `hackable` resists
+- float(answer in completion)
++ float(completion == answer)
+
+10: must be the highest value
+- float(answer in completion)
++ completion.count(answer)
+
+10: Compare the completion with the answer
+- float(completion.strip() == answer)
++ ...
+
+12: something overflows
+- torch.maximum(q, z.max())
++ torch.zeros_like(q)
+
+12: only the last block
+- in blocks:
++ in list(blocks)[-1:]:
+
+12: must return two numbers
+- return lse, lse - s / l
++ return lse
+
+13: Divide by the temperature
+- return dz / T
++ return dz
+
+13: dH has no effect yet
+-  - dH[:, None] * p * (logp_all + H)
+
+13: not divided by the temp
+- (chosen - p) - dH[:, None]
++ (chosen - p) - T * dH[:, None]
+
+14: The last chunk is missing
+- range(0, len(hidden), chunk)
++ range(0, len(hidden) // chunk * chunk, chunk)
+
+14: the onehot is missing
+- dz.scatter_add_(1, y, torch.full_like(h[:, :1], -1.0))
++ pass
+
+14: 80 matrix products for 20
+- dz = logp_all.exp()
++ dz = (h @ head.T).softmax(dim=-1)
+
+14: all logits are 3,900
+- range(0, len(hidden), chunk)
++ [0]
+- start + chunk
++ len(hidden)
+
+14: forget it before the next one
+-     for start
++     kept = []
++     for start
+- dhead +=
++ kept += [dz]
++         dhead +=
+
+15: eps is missing
+- / D + eps
++ / D
+
+15: root is missing
+- tl.sqrt(tl.sum(x * x, 0) / D + eps)
++ tl.sum(x * x, 0) / D + eps
+
+15: writes past the end
+- w, mask=j < D)
++ w)
+
+16: Norms do not add up
+- math.sqrt(sum(gather(mine)))
++ sum(gather(math.sqrt(mine)))
+
+16: mean of the norms
+- math.sqrt(sum(gather(mine)))
++ sum(gather(math.sqrt(mine))) / 4
+
+16: Every rank must
+-     return math
++     if not shards:
++         return 0
++     return math
+
+16: the shards of one rank are not
+- float(shard.square().sum())
++ float(shard.norm())
+- sum(gather(mine))
++ sum(m * m for m in gather(mine))
+
+17: changes nothing
+- 1.5 * weight
++ weight
+
+17: Another metric
+- sampling/sampling_logp_difference/mean
++ frac_tokens_skipped
+
+18: fill up the last tile
+- matmul(full, b)
++ matmul(tile, b)
+
+18: You round the result
+- matmul(full, b)
++ matmul(full, b).bfloat16().float()
+
+18: 200 calls of `matmul`
+- ROWS = 64
++ ROWS = 1
+"""
+
+
+def edited() -> list[tuple[int, list[tuple[str, str]], str]]:
+    """Return the rows of EDITS."""
+    rows = []
+    for block in EDITS.strip("\n").split("\n\n"):
+        number, _, hint = block.partition("\n")[0].partition(": ")
+        edits = re.findall(r"^- (.*)((?:\n\+ .*)*)", block, re.MULTILINE)
+        rows.append(
+            (int(number), [(old, new[3:].replace("\n+ ", "\n")) for old, new in edits], hint)
+        )
+    return rows
 
 
 def packed() -> list[tuple[int, list[tuple[str, str]], str]]:
@@ -120,4 +313,4 @@ def packed() -> list[tuple[int, list[tuple[str, str]], str]]:
     ]
 
 
-WRONG = [(number, [(text, new)], hint) for number, text, new, hint in ONE] + SEVERAL + packed()
+WRONG = edited() + packed()

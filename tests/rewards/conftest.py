@@ -11,7 +11,7 @@ from typing import Any
 from nanogrpo import Config
 from nanogrpo.rewards.scorer import Scorer
 from nanogrpo.types import Prompt, Sample
-from tests.conftest import SOLO
+from tests.conftest import SOLO, completion
 
 FUNCTIONS = Path(__file__).with_name("functions.py")
 
@@ -25,10 +25,7 @@ def runner(*functions: Any, timeout: float = 0.0, weights=(), features=()) -> Sc
 def make_samples(texts=("7", "8"), prompt="3+4=", prompt_id=17, **columns) -> list[Sample]:
     """One group: a sample for each text."""
     shared = Prompt(id=prompt_id, text=prompt, token_ids=[1], columns=columns)
-    return [
-        Sample(shared, i, [5, 2], [-1.0, -0.1], True, [0, 0], text=text)
-        for i, text in enumerate(texts)
-    ]
+    return [completion(shared, [5, 2], i, text=text) for i, text in enumerate(texts)]
 
 
 def groups(count=5) -> list[Sample]:

@@ -12,8 +12,8 @@ from nanogrpo.rewards.builtin import (
     format_reward,
     load_function,
 )
-from nanogrpo.types import Prompt, Sample
-from tests.conftest import refused, said
+from nanogrpo.types import Prompt
+from tests.conftest import completion, pairs, refused, said
 from tests.rewards.conftest import make_samples, runner
 
 # --- formats ---
@@ -66,7 +66,7 @@ def test_lengths_have_the_limit_of_the_run():
     want = [0, 0, -0.25, -0.5, -1, -1]  # L_max 100, L_cache 20
     # a column of the data with the name of the function's parameter
     prompt = Prompt(0, "?", [1], {"limit": "3 apples"})
-    samples = [Sample(prompt, 0, one, [0.0] * len(one), True, [0] * len(one)) for one in ids]
+    samples = [completion(prompt, one) for one in ids]
     runner("soft_overlong", features=[LENGTHS]).score(samples)
     assert [sample.rewards for sample in samples] == [
         {"soft_overlong_punishment_reward": reward} for reward in want
@@ -143,30 +143,47 @@ def test_functions_factories_and_classes_of_the_user_take_arguments(own, timeout
     assert list(sample.rewards)[:2] == ["brief", "brief_2"]
 
 
+MISTAKES = pairs(r"""
+{own}:brief:strenght=2
+    argument 'strenght', but the function has only .completions
+{own}:brief:strength=
+    the arguments in .* cannot be read: write .*:key=value
+{own}:brief:strength=1+x
+    cannot be read
+{own}:brief:word=a,b
+    cannot be read
+{own}:factory
+    raised TypeError: .*'value'; give arguments that fit \(value, times=2\)
+{own}:fails:value=1
+    these arguments raised KeyError: 1; give arg
+accuracy:strict=True
+    the argument 'strict', but the function has only .completions
+cosine:max_len=0
+    max_len is 0 but must be positive
+soft_overlong:max_completion_len=0
+    max_completion_len is 0 and
+soft_overlong:soft_punish_cache=1000
+    max_completion_len is 100 and soft_punish_cache
+repetition_penalty:ngram_size=0
+    ngram_size is 0 and
+repetition_penalty:max_penalty=1
+    max_penalty is 1: the
+acuracy
+    or one of accuracy, .*docs/rewards.md.; did you mean accuracy?
+math:
+    is neither package.module:name nor path/file.py:name
+no_such_package.rewards:f
+    importing .* raised ModuleNotFoundError
+nowhere/file.py:f
+    importing 'nowhere/file.py' raised FileNotFoundError
+math:pi
+    'math' has no function 'pi'
+""")
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
-    [
-        ("{own}:brief:strenght=2", "argument 'strenght', but the function has only .completions"),
-        ("{own}:brief:strength=", "the arguments in .* cannot be read: write .*:key=value"),
-        ("{own}:brief:strength=1+x", "cannot be read"),
-        ("{own}:brief:word=a,b", "cannot be read"),
-        (
-            "{own}:factory",
-            r"raised TypeError: .*'value'; give arguments that fit \(value, times=2\)",
-        ),
-        ("{own}:fails:value=1", "these arguments raised KeyError: 1; give arg"),
-        ("accuracy:strict=True", "the argument 'strict', but the function has only .completions"),
-        ("cosine:max_len=0", "max_len is 0 but must be positive"),
-        ("soft_overlong:max_completion_len=0", "max_completion_len is 0 and"),
-        ("soft_overlong:soft_punish_cache=1000", "max_completion_len is 100 and soft_punish_cache"),
-        ("repetition_penalty:ngram_size=0", "ngram_size is 0 and"),
-        ("repetition_penalty:max_penalty=1", "max_penalty is 1: the"),
-        ("acuracy", "or one of accuracy, .*docs/rewards.md.; did you mean accuracy?"),
-        ("math:", "is neither package.module:name nor path/file.py:name"),
-        ("no_such_package.rewards:f", "importing .* raised ModuleNotFoundError"),
-        ("nowhere/file.py:f", "importing 'nowhere/file.py' raised FileNotFoundError"),
-        ("math:pi", "'math' has no function 'pi'"),
-    ],
+    MISTAKES,
 )
 def test_a_mistake_in_a_name_or_an_argument_is_one_sentence(own, spec, message):
     with refused(f"^--reward-funcs: .*{message}"):
