@@ -152,7 +152,7 @@ def config(**options) -> Config:
     )
 
 
-def settings(cfg: Config, accumulation: int = 1, off_policy: bool = False) -> trl.GRPOConfig:
+def settings(cfg: Config, off_policy: bool = False) -> trl.GRPOConfig:
     """Return TRL's config with the options of `cfg`.
 
     For off-policy cases, each generation gets two optimizer steps, so that TRL computes old
@@ -163,9 +163,8 @@ def settings(cfg: Config, accumulation: int = 1, off_policy: bool = False) -> tr
         report_to="none",
         use_cpu=True,
         bf16=False,
-        per_device_train_batch_size=len(LENGTHS) // accumulation,
-        gradient_accumulation_steps=accumulation,
-        steps_per_generation=accumulation * (2 if off_policy else 1),
+        per_device_train_batch_size=len(LENGTHS),
+        steps_per_generation=2 if off_policy else 1,
         **{name: getattr(cfg, name) for name in SHARED},
         **cfg.loss_constants,
     )

@@ -28,9 +28,9 @@ from nanogrpo.extras.arithmetic import warmup
 from nanogrpo.extras.window import FULL, SLIDING, Windows
 from nanogrpo.logs.files import checkpoints
 from nanogrpo.model import checkpoint
-from nanogrpo.types import Prompt, Sample
+from nanogrpo.types import Prompt
 from tests import ranks
-from tests.conftest import arguments, steps, write_base, write_files, write_rows
+from tests.conftest import arguments, completion, steps, write_base, write_files, write_rows
 from tests.engine.chat import write_calling_base
 
 STEPS = 4
@@ -62,6 +62,40 @@ def with_pictures(folder: Path) -> list[str]:
     return ["--model", str(model), "--data", str(data)]
 
 
+def _reference(folder: Path, **changes) -> list[str]:
+    return ["--ref-model", str(write_base(folder / "reference", seed=1, **changes))]
+
+
+def _teachers(folder: Path) -> list[str]:
+    """Two of three prompts have a number in the column t."""
+    small = write_base(folder / "small", seed=2, hidden_size=32, num_hidden_layers=1)
+    rows = [{"prompt": f"{i}+{i}=", "t": (0, 1, None)[i % 3]} for i in range(12)]
+    data = write_rows(folder / "data.jsonl", rows)
+    teachers = str(write_base(folder / "teacher", seed=1)), str(small)
+    return ["--teacher", *teachers, "--data", str(data)]
+
+
+def _asks(folder: Path) -> list[str]:
+    """A model that usually asks for a sum."""
+    base, data = write_base(folder / "asks"), folder / "asks.jsonl"
+    data.write_text('{"prompt": "?"}\n' * 12)
+    model, tokenizer = checkpoint.load_model(base), checkpoint.Tokenizer(base)
+    prompt, ids = Prompt(0, "", tokenizer.encode_prompt("?")), tokenizer.encode("1+2=<|end|>")
+    sample = completion(prompt, ids, advantage=1.0)
+    warmup.imitate(model, lambda step: [sample], 10, rise=1)
+    checkpoint.export(model, base, tokenizer)
+    return ["--model", str(base), "--data", str(data)]
+
+
+def _doubler(folder: Path) -> list[str]:
+    *model, _, _ = write_calling_base(folder / "base", folder / "calling")
+    file = folder / "calling" / "double.py"
+    factory = ["--environment-factory", f"{file}:Doubler"]
+    return [*model, *factory, "--reward-funcs", "environment", f"{file}:used"]
+
+
+# rewards of some tokens, which depend on their log-probs and entropies
+BY_TOKEN = "--reward-funcs format FILES/reward.py:from_log_probs"
 ROWS = {
     "the default": Row(),
     "strips of 60 tokens": Row("--token-budget 60", base={"tie_word_embeddings": True}),
@@ -72,8 +106,8 @@ ROWS = {
         " --token-budget 60 --vllm-importance-sampling-mode token_truncate"
     ),
     "dynamic sampling, and MaxRL": Row(
-        "--max-resample-times 2 --advantage-estimator maxrl",
-        prepare=lambda folder: _some_prompts(folder),
+        "--max-resample-times 2 --advantage-estimator maxrl"
+        " --reward-funcs FILES/reward.py:differs_for_some_prompts",
     ),
     "importance weights, and uncertain tokens": Row(
         "--vllm-importance-sampling-mode token_truncate --steps-per-generation 2"
@@ -93,7 +127,7 @@ ROWS = {
     ),
     "adapters, and another reference": Row(
         "--beta 0.5 --lora-r 4",
-        prepare=lambda folder: _reference(folder),
+        prepare=_reference,
     ),
     "layers with a sliding window": Row(
         "--beta 0.05 --num-iterations 2 --token-budget 60",
@@ -105,7 +139,7 @@ ROWS = {
     "environments": Row(
         # a user's function receives copies of the environments, in a process of its own
         "--max-resample-times 1 --max-completion-length 24 --max-prompt-length 24",
-        prepare=lambda folder: _doubler(folder),
+        prepare=_doubler,
     ),
     "pictures": Row(
         "--token-budget 60 --num-iterations 2 --steps-per-generation 2 --beta 0.1",
@@ -143,14 +177,14 @@ ROWS = {
     "two teachers": Row(
         "--teacher-column t --reward-coef 0.5 --num-iterations 2",
         recipe="distill",
-        prepare=lambda folder: _teachers(folder),
+        prepare=_teachers,
         tolerance=1e-6,
     ),
     "two teachers, over the full vocabulary": Row(
         "--jsd-beta 0.5 --reward-coef 0.5 --token-budget 60",
         base={"tie_word_embeddings": True},
         recipe="distill",
-        prepare=lambda folder: _teachers(folder),
+        prepare=_teachers,
         tolerance=1e-6,
     ),
     "hints": Row(
@@ -171,7 +205,7 @@ ROWS = {
     "self-play": Row(
         "--solutions 1 --num-iterations 2 --reward-funcs FILES/reward.py:even",
         recipe="self_play",
-        prepare=lambda folder: _asks(folder),
+        prepare=_asks,
     ),
     "ScaleRL": Row("--max-pass-rate 0.5 --token-budget 60", recipe="scale_rl", tolerance=1e-6),
     "rejection": Row(
@@ -179,23 +213,19 @@ ROWS = {
         recipe="rejection",
     ),
     "process rewards": Row(
-        "--num-iterations 2 --token-budget 60 --max-resample-times 1",
+        f"--num-iterations 2 --token-budget 60 --max-resample-times 1 {BY_TOKEN}",
         recipe="process",
-        prepare=lambda folder: _by_token(folder),
         tolerance=1e-6,
     ),
-    "process rewards, and text that the model reads": Row(
-        f"--rollout {ranks.ROOT}/examples/calculator.py:rollout --max-completion-length 24",
-        recipe="process",
-        prepare=lambda folder: _by_token(folder),
-        tolerance=1e-6,
-    ),
-    "turn rewards": Row(
-        f"--rollout {ranks.ROOT}/examples/calculator.py:rollout --max-completion-length 24",
-        recipe="turns",
-        prepare=lambda folder: _by_token(folder),
-        tolerance=1e-6,
-    ),
+    **{
+        f"the recipe {recipe}, and text that the model reads": Row(
+            f"--rollout {ranks.ROOT}/examples/calculator.py:rollout --max-completion-length 24"
+            f" {BY_TOKEN}",
+            recipe=recipe,
+            tolerance=1e-6,
+        )
+        for recipe in ("process", "turns")
+    },
     "8-bit optimizer": Row(
         # each rank has its own blocks, so the rounding differs
         "--optim adamw_torch_8bit",
@@ -204,60 +234,6 @@ ROWS = {
         needs="torchao",
     ),
 }
-
-
-def _some_prompts(folder: Path) -> list[str]:
-    """Only the completions of some prompts differ in reward."""
-    folder.mkdir(exist_ok=True)
-    (folder / "some.py").write_text(
-        "def some(prompts, completion_ids, **kwargs):\n"
-        "    pairs = zip(prompts, completion_ids)\n"
-        "    return [sum(ids) % 7 if '1' in p or '3' in p else 1.0 for p, ids in pairs]\n"
-    )
-    return ["--reward-funcs", f"{folder / 'some.py'}:some"]
-
-
-def _reference(folder: Path, **changes) -> list[str]:
-    return ["--ref-model", str(write_base(folder / "reference", seed=1, **changes))]
-
-
-def _by_token(folder: Path) -> list[str]:
-    """Rewards of some tokens, which depend on their log-probs and entropies."""
-    folder.mkdir(exist_ok=True)
-    (folder / "by_token.py").write_text(
-        "def by_token(completion_ids, logp, entropy, **kwargs):\n"
-        "    return [[round(x - h, 3) if i % 3 else None for i, x, h in zip(*each)]\n"
-        "            for each in zip(completion_ids, logp, entropy)]\n"
-    )
-    return ["--reward-funcs", "format", f"{folder / 'by_token.py'}:by_token"]
-
-
-def _teachers(folder: Path) -> list[str]:
-    """Two of three prompts have a number in the column t."""
-    small = write_base(folder / "small", seed=2, hidden_size=32, num_hidden_layers=1)
-    rows = [{"prompt": f"{i}+{i}=", "t": (0, 1, None)[i % 3]} for i in range(12)]
-    data = write_rows(folder / "data.jsonl", rows)
-    teachers = str(write_base(folder / "teacher", seed=1)), str(small)
-    return ["--teacher", *teachers, "--data", str(data)]
-
-
-def _asks(folder: Path) -> list[str]:
-    """A model that usually asks for a sum."""
-    base, data = write_base(folder / "asks"), folder / "asks.jsonl"
-    data.write_text('{"prompt": "?"}\n' * 12)
-    model, tokenizer = checkpoint.load_model(base), checkpoint.Tokenizer(base)
-    prompt, ids = Prompt(0, "", tokenizer.encode_prompt("?")), tokenizer.encode("1+2=<|end|>")
-    sample = Sample(prompt, 0, ids, [0.0] * len(ids), True, [], advantage=1.0)
-    warmup.imitate(model, lambda step: [sample], 10, rise=1)
-    checkpoint.export(model, base, tokenizer)
-    return ["--model", str(base), "--data", str(data)]
-
-
-def _doubler(folder: Path) -> list[str]:
-    *model, _, _ = write_calling_base(folder / "base", folder / "calling")
-    file = folder / "calling" / "double.py"
-    factory = ["--environment-factory", f"{file}:Doubler"]
-    return [*model, *factory, "--reward-funcs", "environment", f"{file}:used"]
 
 
 def names(law: str) -> list:

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -128,17 +129,9 @@ class Ranks:
 def start(size: int, work: Callable, *args, **env: str) -> Ranks:
     """Start `work(*args)` on each rank: a function of a test module, with picklable arguments."""
     # the server starts with the first process and imports the preloaded modules
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(ROOT), str(ROOT / "tests"), *([before] if before else [])]
-    )
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    ranks = Ranks(size, work, args, env)
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
-    return ranks
+    paths = [f"{ROOT}", f"{ROOT}/tests", *filter(None, [os.environ.get("PYTHONPATH")])]
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths), OMP_NUM_THREADS="1"):
+        return Ranks(size, work, args, env)
 
 
 def run(size: int, work: Callable, *args, **env: str) -> list:

@@ -25,8 +25,8 @@ def data(tmp_path):
 
 
 def options(base, data, output, *more: str) -> list[str]:
-    argv = ["--model", str(base), "--data", str(data), "--output-dir", str(output)]
-    return [*argv, "--max-completion-length", "8", "--device", "cpu", *more]
+    argv = f"--model {base} --data {data} --output-dir {output} --max-completion-length 8"
+    return [*argv.split(), "--device", "cpu", *more]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
@@ -53,9 +53,9 @@ def test_pass_at_k_is_reported_for_rewards_of_0_and_1_only():
 def test_it_writes_every_completion_and_the_same_numbers_as_training(
     tiny_base, files, data, tmp_path, capsys, monkeypatch
 ):
-    sampled = ["--num-generations-eval", "4", "--eval-temperature", "1.5", "--top-k", "20"]
-    rewards = ["--reward-funcs", f"{files / 'reward.py'}:even", "format"]
-    argv = options(tiny_base, data, tmp_path / "eval", *sampled, *rewards)
+    own = "--num-generations-eval 4 --eval-temperature 1.5 --top-k 20"
+    own += f" --reward-funcs {files}/reward.py:even format"
+    argv = options(tiny_base, data, tmp_path / "eval", *own.split())
     assert commands.main(["eval", *argv]) == 0
     assert "rewards/even" in capsys.readouterr().out
     result = read_json(tmp_path / "eval/eval.json")
@@ -67,8 +67,8 @@ def test_it_writes_every_completion_and_the_same_numbers_as_training(
     assert result["metrics"]["eval/rewards/even"] == pytest.approx(mean)
     assert result["metrics"]["eval/pass@4/format_reward"] == 0
 
-    more = ["--eval-data", str(data), "--eval-steps", "3", "--max-steps", "1", "--log-completions"]
-    run = arguments(tiny_base, files, tmp_path / "run", *sampled, *rewards, *more)
+    own += f" --eval-data {data} --eval-steps 3 --max-steps 1 --log-completions"
+    run = arguments(tiny_base, files, tmp_path / "run", own)
     assert train.main(run) == 0
     first = next(row for row in lines(tmp_path / "run") if row.get("eval/after") == 0)
     for name, value in result["metrics"].items():
@@ -103,7 +103,7 @@ def test_an_earlier_evaluation_is_kept(tiny_base, data, tmp_path, capsys, monkey
         "def share(completions, trainer_state, **kwargs):\n"
         "    return [trainer_state.global_step / trainer_state.max_steps] * len(completions)\n"
     )
-    rewards = ["--reward-funcs", f"{tmp_path / 'reward.py'}:share"]
+    rewards = ["--reward-funcs", f"{tmp_path}/reward.py:share"]
     argv = options(tiny_base, data, tmp_path / "eval", *rewards)
     reader, writer = os.pipe()
     os.close(reader)

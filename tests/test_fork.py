@@ -29,31 +29,42 @@ from nanogrpo.grpo import advantages
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.model.checkpoint import load_model
 from nanogrpo.rewards import plugin
-from nanogrpo.types import Prompt, Sample
+from nanogrpo.types import Prompt
 from nanogrpo.vllm.client import VLLMEngine
-from tests.conftest import arguments, logp_alone, one_sentence, packed, steps, tiny_model
+from tests.conftest import (
+    arguments,
+    completion,
+    logp_alone,
+    one_sentence,
+    packed,
+    steps,
+    tiny_model,
+)
 
-CALCULATOR = Path(train.__file__).parent / "examples" / "calculator.py"
 ROOT = Path(train.__file__).parent
+CALCULATOR = ROOT / "examples/calculator.py"
 TEXT = (ROOT / "docs" / "fork.md").read_text()
 
 
+def code(heading: str) -> str:
+    """The first code block under a heading."""
+    return re.search(rf"## {heading}\n.*?```python\n(.*?)```", TEXT, re.DOTALL)[1]
+
+
 def example(heading: str) -> dict:
-    """The names that the first code block under a heading defines."""
-    block = re.search(rf"## {heading}\n.*?```python\n(.*?)```", TEXT, re.DOTALL)
+    """The names that this code defines."""
     names: dict = {}
-    exec(block[1], names)
+    exec(code(heading), names)
     return names
 
 
 def test_a_recipe_runs_from_any_folder_and_its_options_are_like_others(
     tiny_base, files, tmp_path, capsys
 ):
-    block = re.search(r"## The seam\n.*?```python\n(.*?)```", TEXT, re.DOTALL)
-    (tmp_path / "median.py").write_text(block[1])
-    argv = arguments(tiny_base, files, tmp_path / "run", "--max-steps", "2", "--beta", "0.1")
+    (tmp_path / "median.py").write_text(code("The seam"))
+    argv = arguments(tiny_base, files, tmp_path / "run", "--max-steps 2 --beta 0.1")
     command = [sys.executable, "median.py", *argv, "--median-baseline"]
-    env = {**os.environ, "PYTHONPATH": str(Path(train.__file__).parent)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run(command, cwd=tmp_path, env=env, check=True)
     assert all("median/good" in row for row in steps(tmp_path / "run"))
     median = plugin.load(f"{tmp_path / 'median.py'}:features", "").__globals__
@@ -93,7 +104,7 @@ def test_gmpo_is_the_papers_equation_on_completions_of_any_length(gmpo):
     model, cfg = tiny_model(), Config(epsilon=0.05, epsilon_high=0.08, loss_type="gmpo")
     prompt, lengths = Prompt(0, "", [1, 2, 3]), (2, 5, 9)
     samples = [
-        Sample(prompt, j, [5 + j] * n, [-5.0] * n, True, [0] * n, advantage=a)
+        completion(prompt, [5 + j] * n, j, advantage=a)
         for j, (n, a) in enumerate(zip(lengths, (1.0, -1.0, 0.5)))
     ]
     (batch,) = packed(samples, cfg)
@@ -131,16 +142,9 @@ def code_lines(source: str) -> int:
 def test_a_baseline_with_a_state_is_resumed(tiny_base, files, tmp_path):
     """The state has an effect, and resampling calls the hooks of a step several times."""
     made = example("A baseline with a state")["LengthBaseline"]
-    options = [
-        "--max-resample-times",
-        "1",
-        "--log-completions",
-        "--reward-funcs",
-        f"{files}/reward.py:even",
-    ]
-    runs = [("whole", "3", []), ("parts", "1", []), ("parts", "3", ["--resume"])]
-    for folder, last, more in runs:
-        argv = arguments(tiny_base, files, tmp_path / folder, *options, *more, "--max-steps", last)
+    for folder, more in (("whole", "3"), ("parts", "1"), ("parts", "3 --resume")):
+        options = f"--max-resample-times 1 --log-completions --max-steps {more}"
+        argv = arguments(tiny_base, files, tmp_path / folder, options)
         assert main(Config, lambda cfg: [made()], argv) == 0
     rows = steps(tmp_path / "whole")
     assert rows == steps(tmp_path / "parts")
@@ -157,8 +161,8 @@ def test_completions_of_two_temperatures_have_the_log_probs_of_their_own(
     """Groups are complete, and no two completions share an index."""
     feature, seen = example("Another way to sample")["Temperatures"](), []
     feature.scored = lambda run, samples, step: seen.extend(samples)
-    correction = ["--vllm-importance-sampling-mode", "token_truncate", "--max-steps", "1"]
-    argv = arguments(tiny_base, files, tmp_path, *correction)
+    correction = "--vllm-importance-sampling-mode token_truncate --max-steps 1"
+    argv = arguments(tiny_base, files, tmp_path, correction)
     assert main(Config, lambda cfg: [feature], argv) == 0
     assert [s.index for s in seen] == [0, 1, 2, 3] * 4
     model = load_model(tiny_base)
@@ -224,23 +228,11 @@ def test_every_engine_is_what_the_protocol_says(engine):
         assert all(p.default is not p.empty for p in found[len(wanted) :])
 
 
-def test_the_loop_asks_an_engine_for_nothing_that_the_protocol_lacks():
-    known = {*vars(Engine), *Engine.__annotations__}
-    for name in (
-        "train.py",
-        "nanogrpo/step.py",
-        "nanogrpo/extras/tools/turns.py",
-        "nanogrpo/run/setup.py",
-    ):
-        text = (Path(train.__file__).parent / name).read_text()
-        assert {*re.findall(r"\b(?:self|run)\.engine\.(\w+)", text)} <= known, name
-
-
 def test_the_rollout_runs_with_the_calculator_of_the_examples():
     """A model that writes "3+4=" reads "7"."""
     names = example("A rollout with tools")
     names["calculate"] = plugin.load(f"{CALCULATOR}:calculate", "")
-    sample, told = Sample(Prompt(0, "", [1]), 0, [5], [-1.0], False, [0], is_model_token=[True]), []
+    sample, told = completion(Prompt(0, "", [1]), [5], stopped=False, is_model_token=[True]), []
 
     class Turns:
         rounds = iter([[sample], []])

@@ -25,6 +25,7 @@ from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.types import Prompt, Sample
 from tests.conftest import (
+    completion,
     lines,
     logp_alone,
     packed,
@@ -38,7 +39,7 @@ from tests.conftest import (
 
 
 def config(**options) -> Config:
-    return Config(model="-", data=("-",), max_completion_length=20, **options)
+    return Config(max_completion_length=20, **options)
 
 
 # --- completions without a signal ---
@@ -85,8 +86,8 @@ def digit_base(tmp_path_factory) -> Path:
         for digit in list(range(10)) * 4:
             answer = digit if rng.random() < 0.5 else rng.randrange(10)
             ids = tokenizer.encode(f"<answer>{answer}</answer><|end|>")
-            prompt, n = Prompt(digit, "", tokenizer.encode(f"{digit}=")), len(ids)
-            samples.append(Sample(prompt, 0, ids, [0.0] * n, True, [0] * n, advantage=1.0))
+            prompt = Prompt(digit, "", tokenizer.encode(f"{digit}="))
+            samples.append(completion(prompt, ids, advantage=1.0))
         return samples
 
     warmup.imitate(model, answers, 150, rise=10)
@@ -100,12 +101,12 @@ def digit_data(tmp_path_factory) -> Path:
     return write_rows(tmp_path_factory.mktemp("digits") / "digits.jsonl", rows)
 
 
-def run(base: Path, data: Path, output: Path, *options: str) -> list[dict]:
+def run(base: Path, data: Path, output: Path, options: str) -> list[dict]:
     """Run train.py in this process; return the log records of its steps."""
-    argv = ["--model", str(base), "--data", str(data), "--output-dir", str(output)]
-    argv += ["--reward-funcs", "accuracy", "--max-completion-length", "6", "--device", "cpu"]
-    argv += ["--generation-batch-size", "64", "--num-generations", "8", "--learning-rate", "3e-3"]
-    assert train.main([*argv, *options]) == 0
+    argv = f"--model {base} --data {data} --output-dir {output} --reward-funcs accuracy"
+    argv += " --max-completion-length 6 --generation-batch-size 64 --num-generations 8"
+    argv += f" --learning-rate 3e-3 --device cpu {options}"
+    assert train.main(argv.split()) == 0
     return [line for line in lines(output) if "reward" in line]
 
 
@@ -115,13 +116,13 @@ def run(base: Path, data: Path, output: Path, *options: str) -> list[dict]:
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(
     digit_base, digit_data, tmp_path
 ):
-    options = ["--max-steps", "3", "--steps-per-generation", "2", "--num-iterations", "2"]
-    options += ["--temperature", "0.9", "--beta", "0.1"]
-    first = run(digit_base, digit_data, tmp_path / "a", *options)
+    options = "--max-steps 3 --steps-per-generation 2 --num-iterations 2 --temperature 0.9"
+    options += " --beta 0.1"
+    first = run(digit_base, digit_data, tmp_path / "a", options)
     torch.manual_seed(123)  # the global random state has no influence
     random.seed(123)
-    second = run(digit_base, digit_data, tmp_path / "b", *options)
-    third = run(digit_base, digit_data, tmp_path / "c", *options, "--seed", "1", "--max-steps", "1")
+    second = run(digit_base, digit_data, tmp_path / "b", options)
+    third = run(digit_base, digit_data, tmp_path / "c", f"{options} --seed 1 --max-steps 1")
     assert [timeless(line) for line in first] == [timeless(line) for line in second]
     assert first[0]["loss"] != third[0]["loss"]
     assert (tmp_path / "a/checkpoint-3/model.safetensors").read_bytes() == (
@@ -142,7 +143,7 @@ def learned(lines: list[dict]) -> tuple[float, float]:
 
 
 def test_the_reward_rises(digit_base, digit_data, tmp_path):
-    before, after = learned(run(digit_base, digit_data, tmp_path, "--max-steps", "30"))
+    before, after = learned(run(digit_base, digit_data, tmp_path, "--max-steps 30"))
     assert before < 0.6
     assert after > before + 0.2
 
@@ -153,6 +154,6 @@ def test_with_negated_advantages_the_accuracy_falls(digit_base, digit_data, tmp_
     monkeypatch.setattr(
         advantages, "group_relative", lambda *args: (-right_way(*args)[0], right_way(*args)[1])
     )
-    before, after = learned(run(digit_base, digit_data, tmp_path, "--max-steps", "16"))
+    before, after = learned(run(digit_base, digit_data, tmp_path, "--max-steps 16"))
     assert before > 0.2
     assert after < before / 3

@@ -14,6 +14,7 @@ import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ from nanogrpo.extras.view.data import Run
 from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.run import output
-from tests.conftest import write_rows
+from tests.conftest import edit_json, write_rows
 from tests.model.lora_models import loaded
 from tests.model.tokenizer_folder import make_folder
 from tests.run.test_resume import start
@@ -114,24 +115,18 @@ def use_tokenizer(folder: Path) -> object:
     return ids, tokenizer.decode(ids[0]), tokenizer.template_variables
 
 
-def of_model(name: str) -> Callable[[Path, Path], Reader]:
-    def make(base: Path, folder: Path) -> Reader:
-        shutil.copytree(base, folder / "base")
-        return folder / "base" / name, lambda: checkpoint.load_model(folder / "base")
-
-    return make
+def of_model(name: str, base: Path, folder: Path) -> Reader:
+    shutil.copytree(base, folder / "base")
+    return folder / "base" / name, lambda: checkpoint.load_model(folder / "base")
 
 
-def of_tokenizer(name: str, **how) -> Callable[[Path, Path], Reader]:
-    def make(base: Path, folder: Path) -> Reader:
-        make_folder(folder / "chat", **how)
-        return folder / "chat" / name, lambda: use_tokenizer(folder / "chat")
-
-    return make
+def of_tokenizer(name: str, base: Path, folder: Path, **how) -> Reader:
+    make_folder(folder / "chat", **how)
+    return folder / "chat" / name, lambda: use_tokenizer(folder / "chat")
 
 
 def index_of_weights(base: Path, folder: Path) -> Reader:
-    path, read = of_model(checkpoint.INDEX)(base, folder)
+    path, read = of_model(checkpoint.INDEX, base, folder)
     (path.parent / checkpoint.WEIGHTS).rename(path.parent / "a.safetensors")
     names = checkpoint.load_model(base).state_dict()
     path.write_text(
@@ -140,16 +135,12 @@ def index_of_weights(base: Path, folder: Path) -> Reader:
     return path, read
 
 
-def adapter(name: str) -> Callable[[Path, Path], Reader]:
-    def make(base: Path, folder: Path) -> Reader:
-        cfg = Config(model=str(base), lora_r=2)
-        model = loaded(base, cfg)
-        adapters.write(adapters.host_adapters(model), folder / "adapter", cfg)
-        cfg = dataclasses.replace(cfg, lora_adapter=str(folder / "adapter"))
-
-        return folder / "adapter" / name, lambda: adapters.load(model, folder / "adapter", cfg)
-
-    return make
+def of_adapter(name: str, base: Path, folder: Path) -> Reader:
+    cfg = Config(model=str(base), lora_r=2)
+    model = loaded(base, cfg)
+    adapters.write(adapters.host_adapters(model), folder / "adapter", cfg)
+    cfg = dataclasses.replace(cfg, lora_adapter=str(folder / "adapter"))
+    return folder / "adapter" / name, lambda: adapters.load(model, folder / "adapter", cfg)
 
 
 def base_of_adapter(base: Path, folder: Path) -> Reader:
@@ -205,23 +196,17 @@ def parquet(base: Path, folder: Path) -> Reader:
     return path, loads_prompts(path)
 
 
-def saved(name: str) -> Callable[[Path, Path], Reader]:
-    def make(base: Path, folder: Path) -> Reader:
-        datasets = pytest.importorskip("datasets")
-        rows = datasets.Dataset.from_list([{**row, "tags": ["a", None]} for row in TEXTS])
-        datasets.DatasetDict(train=rows).save_to_disk(folder / "saved")
-        found = next((folder / "saved").glob(name))
-        return found, loads_prompts(folder / "saved")
-
-    return make
+def saved(name: str, base: Path, folder: Path) -> Reader:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{**row, "tags": ["a", None]} for row in TEXTS])
+    datasets.DatasetDict(train=rows).save_to_disk(folder / "saved")
+    found = next((folder / "saved").glob(name))
+    return found, loads_prompts(folder / "saved")
 
 
-def of_checkpoint(name: str) -> Callable[[Path, Path], Reader]:
-    def make(base: Path, folder: Path) -> Reader:
-        made = start(folder, base).advance(1).save()
-        return made / name, lambda: start(folder, base, resume=True)
-
-    return make
+def of_checkpoint(name: str, base: Path, folder: Path) -> Reader:
+    made = start(folder, base).advance(1).save()
+    return made / name, lambda: start(folder, base, resume=True)
 
 
 def log(base: Path, folder: Path) -> Reader:
@@ -236,9 +221,8 @@ def any_json(base: Path, folder: Path) -> Reader:
 
 def reward_model(base: Path, folder: Path) -> Reader:
     shutil.copytree(base, folder / "judge")
-    raw = read_json(base / "config.json")
-    raw |= {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "good"}}
-    (folder / "judge" / "config.json").write_text(json.dumps(raw))
+    kind = ["Qwen3ForSequenceClassification"]
+    edit_json(folder / "judge/config.json", architectures=kind, id2label={"0": "good"})
     weights = checkpoint.load_model(base).state_dict()
     del weights["lm_head.weight"]
     weights["score.weight"] = torch.ones(1, 48)
@@ -248,29 +232,29 @@ def reward_model(base: Path, folder: Path) -> Reader:
 
 READERS = {
     "JSON": any_json,
-    "config.json": of_model("config.json"),
-    "safetensors": of_model("model.safetensors"),
+    "config.json": partial(of_model, "config.json"),
+    "safetensors": partial(of_model, "model.safetensors"),
     "index of safetensors": index_of_weights,
-    "tokenizer.json": of_tokenizer("tokenizer.json"),
-    "tokenizer_config.json": of_tokenizer("tokenizer_config.json", in_config=True),
-    "generation_config.json": of_tokenizer(
-        "generation_config.json", generation={"eos_token_id": 2}
+    "tokenizer.json": partial(of_tokenizer, "tokenizer.json"),
+    "tokenizer_config.json": partial(of_tokenizer, "tokenizer_config.json", in_config=True),
+    "generation_config.json": partial(
+        of_tokenizer, "generation_config.json", generation={"eos_token_id": 2}
     ),
-    "chat template": of_tokenizer("chat_template.jinja"),
-    "adapter_config.json": adapter("adapter_config.json"),
+    "chat template": partial(of_tokenizer, "chat_template.jinja"),
+    "adapter_config.json": partial(of_adapter, "adapter_config.json"),
     "base of an adapter": base_of_adapter,
-    "adapter_model.safetensors": adapter("adapter_model.safetensors"),
+    "adapter_model.safetensors": partial(of_adapter, "adapter_model.safetensors"),
     "config.json of a reward model": reward_model,
     "JSONL": jsonl,
     "a row": json_lines_of_one_row,
     "CSV": csv,
     "Parquet": parquet,
-    "Arrow": saved("train/*.arrow"),
-    "state.json of a data set": saved("train/state.json"),
-    "dataset_dict.json": saved("dataset_dict.json"),
-    "state.json": of_checkpoint("state.json"),
-    "tensors of a checkpoint": of_checkpoint("state/__0_0.distcp"),
-    "index of a checkpoint": of_checkpoint("state/.metadata"),
+    "Arrow": partial(saved, "train/*.arrow"),
+    "state.json of a data set": partial(saved, "train/state.json"),
+    "dataset_dict.json": partial(saved, "dataset_dict.json"),
+    "state.json": partial(of_checkpoint, "state.json"),
+    "tensors of a checkpoint": partial(of_checkpoint, "state/__0_0.distcp"),
+    "index of a checkpoint": partial(of_checkpoint, "state/.metadata"),
     "metrics.jsonl": log,
 }
 

@@ -2,6 +2,7 @@
 Against the fake server.
 """
 
+import contextlib
 import threading
 from collections import Counter
 from types import SimpleNamespace
@@ -21,12 +22,17 @@ def fake():
         yield server
 
 
-def ahead_of(engine, bound, stop=6, prompts=PROMPTS[:2], n=2) -> AheadEngine:
-    cfg = Config(num_generations=n, max_steps=stop, max_staleness=bound)
-    return AheadEngine(
-        engine,
-        SimpleNamespace(cfg=cfg, sampling=PARAMS, world=SOLO, draw=lambda seed, step: prompts),
-    )
+@pytest.fixture
+def ahead_of(fake):
+    """A function that makes an engine, which is closed after the test."""
+    with contextlib.ExitStack() as stack:
+
+        def ahead_of(bound=1, stop=6, prompts=PROMPTS[:2], n=2):
+            cfg = Config(num_generations=n, max_steps=stop, max_staleness=bound)
+            run = SimpleNamespace(cfg=cfg, sampling=PARAMS, world=SOLO, draw=lambda *_: prompts)
+            return stack.enter_context(contextlib.closing(AheadEngine(engine_of(fake), run)))
+
+        yield ahead_of
 
 
 def take(ahead: AheadEngine, step: int) -> list[Sample]:
@@ -39,21 +45,18 @@ def asked_steps(fake) -> int:
 
 
 @pytest.mark.parametrize("bound", [1, 2])
-def test_no_step_is_asked_for_before_its_time_and_none_beyond_the_last(fake, bound):
-    engine = engine_of(fake)
-    ahead = ahead_of(engine, bound)
+def test_no_step_is_asked_for_before_its_time_and_none_beyond_the_last(fake, ahead_of, bound):
+    ahead = ahead_of(bound)
     for step in range(6):
         samples = take(ahead, step)
         assert all(v >= step - bound for s in samples for v in s.versions)
         assert asked_steps(fake) <= min(step + bound + 1, 6)
-        engine.load(MODEL, step + 1)
+        ahead.engine.load(MODEL, step + 1)
     assert asked_steps(fake) == 6
-    ahead.close()
 
 
-def test_the_next_step_is_sampled_while_this_one_trains(fake):
-    engine = engine_of(fake)
-    ahead = ahead_of(engine, 1)
+def test_the_next_step_is_sampled_while_this_one_trains(fake, ahead_of):
+    ahead = ahead_of()
     arrived, answer = threading.Event(), fake.answer
 
     def seen(path, body):
@@ -64,36 +67,30 @@ def test_the_next_step_is_sampled_while_this_one_trains(fake):
     fake.answer = seen
     take(ahead, 0)
     assert arrived.wait(60)  # before any load: the loop would be training now
-    engine.load(MODEL, 1)
+    ahead.engine.load(MODEL, 1)
     assert {v for s in take(ahead, 1) for v in s.versions} <= {0, 1}
-    ahead.close()
 
 
-def test_a_token_that_is_too_old_stops_the_run(fake):
-    engine = engine_of(fake)
-    ahead = ahead_of(engine, 1)
+def test_a_token_that_is_too_old_stops_the_run(ahead_of):
+    ahead = ahead_of()
     take(ahead, 0)
     take(ahead, 1)
     with refused("--max-staleness 1: a token of step 2 was sampled"):
         take(ahead, 2)  # nothing was loaded in between
-    ahead.close()
 
 
-def test_an_error_of_the_thread_reaches_the_loop(fake):
-    engine = engine_of(fake)
-    ahead = ahead_of(engine, 1)
+def test_an_error_of_the_thread_reaches_the_loop(fake, ahead_of):
+    ahead = ahead_of()
     fake.disturb = lambda m, path, b: 400 if "generate" in path else None
     with pytest.raises(Exception, match="/inference/v1/generate"):
         take(ahead, 0)
-    ahead.close()
 
 
-def test_the_thread_that_samples_ahead_ends_with_the_engine(fake):
+def test_the_thread_that_samples_ahead_ends_with_the_engine(fake, ahead_of):
     """Also between two groups, when there is no connection to cut: the interpreter waits for this
     thread.
     """
-    engine = engine_of(fake)
-    ahead = ahead_of(engine, 1, stop=9, prompts=PROMPTS * 50, n=1)
+    ahead = ahead_of(stop=9, prompts=PROMPTS * 50, n=1)
     usual, many, closed = fake.answer, threading.Event(), threading.Event()
 
     def answer(path, body):
@@ -103,7 +100,7 @@ def test_the_thread_that_samples_ahead_ends_with_the_engine(fake):
         return usual(path, body)
 
     fake.answer = answer
-    engine.servers[0].abort = lambda: None  # as if it came between two requests
+    ahead.engine.servers[0].abort = lambda: None  # as if it came between two requests
     ahead._request(0)
     assert many.wait(60)
     ahead.close()

@@ -538,12 +538,11 @@ def example(tmp_path_factory):
 
 
 def test_the_example_learns_to_call_its_tool(example, tmp_path):
-    more = ["--model", str(example / "base"), "--data", str(example / "train.jsonl")]
-    more += ["--max-completion-length", "32", "--device", "cpu", "--output-dir", str(tmp_path)]
-    more += ["--reward-funcs", "accuracy", "--tools", f"{EXAMPLE}:multiply", "--max-steps", "8"]
-    more += ["--learning-rate", "5e-4", "--log-completions", "--eval-steps", "8"]
-    more += ["--eval-data", str(example / "test.jsonl"), "--eval-samples", "32"]
-    assert train.main(more) == 0
+    options = f"--model {example}/base --data {example}/train.jsonl --output-dir {tmp_path}"
+    options += f" --reward-funcs accuracy --tools {EXAMPLE}:multiply --max-completion-length 32"
+    options += " --max-steps 8 --learning-rate 5e-4 --device cpu --log-completions --eval-steps 8"
+    options += f" --eval-data {example}/test.jsonl --eval-samples 32"
+    assert train.main(options.split()) == 0
     first, last = (row for row in lines(tmp_path) if "eval/reward" in row)
     assert first["eval/reward"] < 0.5 < 0.9 < last["eval/reward"]
     assert last["eval/tools/call_frequency"] >= 0.9 > first["eval/tools/call_frequency"]

@@ -21,10 +21,6 @@ from nanogrpo.types import Facts, PackedBatch, Prompt, Sample
 from tests.conftest import packed
 
 
-def config(**options) -> Config:
-    return dataclasses.replace(Config(model="-", data=("-",)), **options)
-
-
 @st.composite
 def sample_lists(draw) -> list[Sample]:
     """Up to twelve samples of up to four prompts, some of them with inserted tokens, such as the
@@ -81,7 +77,7 @@ def computed(samples: list[Sample], cfg: Config) -> list[int]:
 def test_a_plan_has_each_trained_sample_once_and_as_many_strips_for_every_rank(
     samples, budget, world, share, pair_cost, beta
 ):
-    cfg = config(token_budget=budget, share_prompts=share, beta=float(beta))
+    cfg = Config(token_budget=budget, share_prompts=share, beta=float(beta))
     known = [s.facts for s in samples]
     everything = list(range(len(samples)))
     ranks = schedule.plan(everything, known, cfg, world, pair_cost).strips
@@ -115,7 +111,7 @@ def test_a_plan_has_each_trained_sample_once_and_as_many_strips_for_every_rank(
 )
 def test_every_vector_of_a_strip_is_correct(samples, budget, world, masked, loss_type, share):
     options = {"mask_truncated_completions": masked, "loss_type": loss_type, "share_prompts": share}
-    cfg = config(token_budget=budget, max_completion_length=9, **options)
+    cfg = Config(token_budget=budget, max_completion_length=9, **options)
     known = [s.facts for s in samples]
     n_tokens = sum(s.facts.length for s in samples if s.stopped or not masked)
     update = schedule.plan(list(range(len(samples))), known, cfg, world)
@@ -188,7 +184,7 @@ def test_the_example_in_the_docstring_of_packed_batch():
     names = dict(zip(("p0", "p1", *"abcde"), (100, 101, 7, 8, 9, 5, 6)))
     table, own_prompts = PackedBatch.__doc__.split("Example: ")[1].split("If each sequence")
     for share, text in ((True, table), (False, own_prompts)):
-        (b,) = packed(a_group(), config(share_prompts=share))
+        (b,) = packed(a_group(), Config(share_prompts=share))
         shown = re.findall(r"\b([a-z_]+) += ([\w ·-]+?)(?=,| +\[)", text)
         assert len(shown) == (9 if share else 3)
         for name, words in shown:
@@ -198,18 +194,18 @@ def test_the_example_in_the_docstring_of_packed_batch():
     assert b.kv_rows is None
     group = a_group()
     group[0].token_advantages, group[0].is_model_token = [3.0, 0.0, -2.0], [True, False, True]
-    (b,) = packed(group, config())
+    (b,) = packed(group, Config())
     assert b.advantage.tolist() == [3, -2, -1, -1]
     group[0].token_advantages = [3.0, 0.0]
     with pytest.raises(ValueError, match="shape"):
-        packed(group, config())
+        packed(group, Config())
 
 
 @given(
     st.integers(1, 4), st.integers(1, 4), st.integers(2, 4), st.integers(0, 99), st.integers(0, 99)
 )
 def test_a_schedule_partitions_complete_groups(per_part, parts, G, seed, step):
-    cfg = config(num_generations=G, steps_per_generation=parts, seed=seed)
+    cfg = Config(num_generations=G, steps_per_generation=parts, seed=seed)
     sizes = [size(i // G, 3, 1 + i % 5) for i in range(per_part * parts * G)]
     updates = schedule.schedule(sizes, cfg, step)
     assert len(updates) == parts
@@ -225,7 +221,7 @@ def test_a_schedule_partitions_complete_groups(per_part, parts, G, seed, step):
 
 def test_a_schedule_changes_with_the_step_and_the_seed():
     sizes = [size(i // 2, 1, 1) for i in range(32)]
-    cfg = config(num_generations=2, steps_per_generation=4)
+    cfg = Config(num_generations=2, steps_per_generation=4)
 
     def order(cfg: Config, step: int) -> list[int]:
         return [i for u in schedule.schedule(sizes, cfg, step) for i in u.samples]
@@ -239,7 +235,7 @@ def test_uneven_lengths_are_spread_evenly_and_cost_no_extra_tokens(world):
     g = torch.Generator().manual_seed(0)
     draws = torch.empty(8 * 8 * world).exponential_(1 / 64, generator=g).ceil().clamp(1, 192)
     sizes = [size(i // 8, 32, int(n)) for i, n in enumerate(draws)]
-    cfg = config(token_budget=2048)
+    cfg = Config(token_budget=2048)
     ranks = schedule.plan(list(range(len(sizes))), sizes, cfg, world, pair_cost=1e-3).strips
     needed = sum(s.end - 1 for s in sizes) + 8 * world * 32  # every prompt once
     assert sum(p.tokens for p in pieces(ranks)) <= 1.02 * needed
@@ -251,7 +247,7 @@ def test_uneven_lengths_are_spread_evenly_and_cost_no_extra_tokens(world):
 def test_a_long_prompt_with_many_completions_is_split_to_bound_its_key_rows():
     """64 completions of 100 tokens on a prompt of 1,000 have ten key rows per token."""
     sizes = [size(0, 1000, 101)] * 64
-    everything, cfg = list(range(64)), config(token_budget=8000, num_generations=64)
+    everything, cfg = list(range(64)), Config(token_budget=8000, num_generations=64)
     (strips,) = schedule.plan(everything, sizes, cfg).strips
     for strip in strips:
         assert sum(p.key_rows for p in strip) <= schedule.KEY_ROWS * 8000
@@ -287,5 +283,5 @@ def moved(sizes: list[Facts], updates: list[schedule.Update], world: int) -> int
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_with_even_lengths_no_sample_changes_rank(world, share, budget):
     sizes = [size(i // 8, 20, 50) for i in range(8 * 4 * world)]
-    cfg = config(token_budget=budget, share_prompts=share)
+    cfg = Config(token_budget=budget, share_prompts=share)
     assert moved(sizes, schedule.schedule(sizes, cfg, 0, world), world) == 0

@@ -16,14 +16,14 @@ from nanogrpo.extras.completions import write
 from nanogrpo.extras.view.data import Run
 from nanogrpo.extras.view.server import Server
 from nanogrpo.types import Prompt, Sample
-from tests.conftest import write_rows
+from tests.conftest import completion, write_rows
 
 
 def sample(n: int, stopped: bool = True, prompt: int = 3, **rewards: float | None) -> Sample:
     """A completion of `n` tokens to a prompt of `prompt` tokens, with these rewards."""
     given = [r for r in rewards.values() if r is not None]
     fields = {"text": "text", "rewards": rewards, "reward": sum(given) if given else None}
-    return Sample(Prompt(0, "?", [1] * prompt), 0, [2] * n, [0.0] * n, stopped, [0] * n, **fields)
+    return completion(Prompt(0, "?", [1] * prompt), [2] * n, stopped=stopped, **fields)
 
 
 def completions_of(folder: Path, step: int) -> list[dict]:

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-import train
 from nanogrpo import Config
 from nanogrpo.extras import completions
 from nanogrpo.extras.completions import Completions, record
 from nanogrpo.rewards.scorer import COLUMNS
-from tests.conftest import SOLO, arguments, refused, steps
+from tests.conftest import SOLO, refused
 from tests.logs.conftest import completions_of, sample
 
 REWARD = """
@@ -23,7 +22,7 @@ def even(completion_ids, log_extra, **kwargs):
 
 
 def config(folder, **options) -> Config:
-    return Config(model="-", data=("-",), output_dir=str(folder), log_completions=True, **options)
+    return Config(output_dir=str(folder), log_completions=True, **options)
 
 
 def started(folder, start: int = 0) -> tuple[Completions, SimpleNamespace]:
@@ -38,20 +37,14 @@ def write(folder, step: int, *samples) -> None:
     log.step(run, step, samples)
 
 
-def test_every_completion_of_a_run_is_written_with_its_rewards(tiny_base, files, tmp_path, capsys):
+def test_every_completion_of_a_run_is_written_with_its_rewards(rows_of, tmp_path, capsys):
     (tmp_path / "reward.py").write_text(REWARD)
-    options = [
-        "--reward-funcs",
-        f"{tmp_path / 'reward.py'}:even",
-        "soft_overlong:max_completion_len=8",
-        "--max-steps",
-        "2",
-    ]
-    options += ["--log-completions", "--num-completions-to-print", "3"]
-    assert train.main(arguments(tiny_base, files, tmp_path / "run", *options)) == 0
+    options = f"--reward-funcs {tmp_path}/reward.py:even soft_overlong:max_completion_len=8"
+    options += " --max-steps 2 --log-completions --num-completions-to-print 3"
+    found = rows_of(options, folder="run")
     names = sorted(p.name for p in (tmp_path / "run" / "completions").iterdir())
     assert names == ["completions_00001.jsonl", "completions_00002.jsonl"]
-    for step, logged in enumerate(steps(tmp_path / "run")):
+    for step, logged in enumerate(found):
         rows = completions_of(tmp_path / "run", step + 1)
         assert len(rows) == 16
         functions = "even", "soft_overlong_punishment_reward"

@@ -20,7 +20,7 @@ from tests.logs.conftest import sample
 
 
 def config(folder, **options) -> Config:
-    return Config(model="-", data=("-",), output_dir=str(folder), max_steps=9, **options)
+    return Config(output_dir=str(folder), max_steps=9, **options)
 
 
 def opened(folder, start: int = 0, **options) -> Log:

@@ -187,8 +187,8 @@ def logs(tiny_base, files, tmp_path_factory) -> dict[str, list[dict]]:
     found = {}
     for run, options in RUNS.items():
         folder = tmp_path_factory.mktemp("run")
-        argv = options.format(files=files).split()
-        assert train.main(arguments(tiny_base, files, folder, "--max-steps", "1", *argv)) == 0
+        options = f"--max-steps 1 {options.format(files=files)}"
+        assert train.main(arguments(tiny_base, files, folder, options)) == 0
         found[run] = lines(folder)[1:]
         assert all(math.isfinite(value) for row in found[run] for value in row.values())
     return found

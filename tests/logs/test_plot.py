@@ -35,7 +35,7 @@ def test_runs_become_one_picture_with_their_curves_and_held_out_values(
     real, out = tmp_path / "real", tmp_path / "both.svg"
     options = "--max-steps 2 --save-steps 0 --data arithmetic --reward-funcs accuracy format"
     options += " --eval-steps 1 --eval-samples 2"
-    assert train.main(arguments(tiny_base, files, real, *options.split())) == 0
+    assert train.main(arguments(tiny_base, files, real, options)) == 0
     capsys.readouterr()
     assert commands.main(["plot", str(small)]) == 0
     assert commands.main(["plot", str(small), str(real), "--out", str(out)]) == 0

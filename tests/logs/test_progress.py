@@ -33,7 +33,7 @@ FUNCTIONS = ["accuracy_reward", "format_reward"]
 
 def table(capsys, functions=FUNCTIONS, row=ROW, device="cpu", steps=1, **options) -> list[str]:
     """Return the lines that are printed for some steps."""
-    rows = Progress(Config(model="-", data=("-",), max_steps=60, **options), device, start=0)
+    rows = Progress(Config(max_steps=60, **options), device, start=0)
     for step in range(steps):
         rows.step(step, row, functions)
     return capsys.readouterr().err.splitlines()
@@ -95,8 +95,8 @@ def test_there_is_one_warning_per_streak_of_steps_without_a_gradient(capsys):
 def whole(tiny_base, files, tmp_path_factory):
     """The options of a run with adapters and evaluations, and its folder."""
     folder = tmp_path_factory.mktemp("progress") / "run"
-    options = ["--eval-data", str(files / "uneven.jsonl"), "--eval-steps", "9", "--lora-r", "2"]
-    return arguments(tiny_base, files, folder, *options), folder
+    options = f"--eval-data {files}/uneven.jsonl --eval-steps 9 --lora-r 2"
+    return arguments(tiny_base, files, folder, options), folder
 
 
 def test_a_run_begins_with_its_sizes_and_ends_with_its_checkpoint(

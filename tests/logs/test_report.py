@@ -42,10 +42,9 @@ class FakeWandb(SimpleNamespace):
 def reported(tiny_base, files, tmp_path_factory):
     """A run that reports to two dashboards, is killed in its third step, and is resumed."""
     folder, wandb = tmp_path_factory.mktemp("report") / "mine", FakeWandb()
-    argv = arguments(tiny_base, files, folder, "--report-to", "tensorboard", "wandb")
-    argv += ["--save-steps", "2", "--eval-steps", "3", "--eval-samples", "2"]
-    argv += ["--eval-data", str(files / "data.jsonl"), "--run-name", "first try"]
-    argv += ["--log-completions"]
+    options = f"--eval-data {files}/data.jsonl --eval-steps 3 --eval-samples 2 --save-steps 2"
+    options += " --log-completions --report-to tensorboard wandb"
+    argv = arguments(tiny_base, files, folder, options, "--run-name", "first try")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "wandb", wandb)
         assert train.main([*argv, "--max-steps", "3"]) == 0
@@ -100,8 +99,8 @@ def test_trackio_gets_the_same_numbers_and_completions_without_a_network(
     tiny_base, files, tmp_path
 ):
     database = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
-    argv = arguments(tiny_base, files, tmp_path / "mine", "--report-to", "trackio")
-    argv += ["--log-completions", "--save-steps", "2"]
+    options = "--report-to trackio --log-completions --save-steps 2"
+    argv = arguments(tiny_base, files, tmp_path / "mine", options)
     assert train.main([*argv, "--max-steps", "2"]) == 0
     assert train.main([*argv, "--max-steps", "3", "--resume"]) == 0
     (run,) = database.get_run_records("nanogrpo")  # the resumed run continues the first
@@ -119,9 +118,8 @@ def test_trackio_gets_the_same_numbers_and_completions_without_a_network(
 def test_a_failed_run_sends_its_records(reported, tiny_base, files, tmp_path, monkeypatch):
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    function = f"{files / 'reward.py'}:fails_in_the_third_step"
-    options = ["--reward-funcs", function, "--max-steps", "5", "--report-to", "wandb"]
-    assert train.main(arguments(tiny_base, files, tmp_path, *options)) == 2
+    options = f"--reward-funcs {files}/reward.py:fails_in_the_third_step --report-to wandb"
+    assert train.main(arguments(tiny_base, files, tmp_path, options)) == 2
     assert (len(wandb.rows), wandb.finished) == (2, 1)
     assert wandb.inits[0]["id"] != reported[1].inits[0]["id"]  # each run has its own
 

@@ -32,14 +32,14 @@ def table(folder, step: int) -> list[dict]:
     return [json.loads(line) for line in gzip.decompress(data).splitlines()]
 
 
-LOG = ["--log-completions", "--log-tokens", "--max-steps", "2"]
+LOG = "--max-steps 2 --log-completions --log-tokens"
 
 
 @pytest.fixture(scope="module")
 def logged(tiny_base, files, tmp_path_factory):
     folder = tmp_path_factory.mktemp("logged")
-    assert train.main(arguments(tiny_base, files, folder / "logged", *LOG)) == 0
-    assert train.main(arguments(tiny_base, files, folder / "other", "--max-steps", "2")) == 0
+    assert train.main(arguments(tiny_base, files, folder / "logged", LOG)) == 0
+    assert train.main(arguments(tiny_base, files, folder / "other", "--max-steps 2")) == 0
     assert steps(folder / "logged") == steps(folder / "other")  # the run itself does not change
     return folder / "logged"
 
@@ -63,9 +63,8 @@ def test_every_token_of_a_run_is_written_with_its_numbers(logged, tiny_base):
         assert sum(s for line in trained for s in line["share"]) == pytest.approx(1, rel=1e-3)
 
 
-def test_several_updates_write_each_token_once_with_its_last_ratio(tiny_base, files, tmp_path):
-    more = ["--num-iterations", "2", "--steps-per-generation", "2", "--max-steps", "1"]
-    assert train.main(arguments(tiny_base, files, tmp_path, *LOG, *more)) == 0
+def test_several_updates_write_each_token_once_with_its_last_ratio(rows_of, tmp_path):
+    rows_of(f"{LOG} --num-iterations 2 --steps-per-generation 2 --max-steps 1")
     found = table(tmp_path, 1)
     assert [line["row"] for line in found] == [*range(16)]
     trained = [line for line in found if "share" in line]

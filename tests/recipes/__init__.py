@@ -3,6 +3,7 @@
 from types import ModuleType
 
 from nanogrpo.types import Prompt, Sample
+from tests.conftest import completion
 
 
 def run(recipe: ModuleType, argv: list[str]) -> int:
@@ -13,6 +14,6 @@ def run(recipe: ModuleType, argv: list[str]) -> int:
 def two_groups(prompts: list[Prompt]) -> list[Sample]:
     """Return two completions of each of two prompts, with different lengths and advantages."""
     return [
-        Sample(prompts[i // 2], i % 2, [7 + i] * n, [-5.0] * n, True, [0] * n, advantage=a)
+        completion(prompts[i // 2], [7 + i] * n, i % 2, logp=-5.0, advantage=a)
         for i, (n, a) in enumerate([(2, 1.0), (5, -1.0), (4, 0.0), (3, 2.0)])
     ]

@@ -15,8 +15,8 @@ def learned(tiny_base, files, tmp_path) -> Callable[..., tuple[float, float]]:
     steps and over the last five.
     """
 
-    def learned(recipe, metric: str, *options: str) -> tuple[float, float]:
-        assert run(recipe, arguments(tiny_base, files, tmp_path / "run", *options)) == 0
+    def learned(recipe, metric: str, options: str) -> tuple[float, float]:
+        assert run(recipe, arguments(tiny_base, files, tmp_path / "run", options)) == 0
         values = [row[metric] for row in steps(tmp_path / "run")]
         return statistics.fmean(values[:5]), statistics.fmean(values[-5:])
 

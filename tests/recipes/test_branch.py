@@ -109,6 +109,6 @@ def test_reward_functions_get_the_log_probs_of_the_whole_completion(tiny_base, f
         "def own(completion_ids, logp, **kwargs):\n"
         "    return [float(len(a) == len(b)) for a, b in zip(completion_ids, logp)]\n"
     )
-    more = ["--branches", "2", "--reward-funcs", f"{tmp_path / 'own.py'}:own"]
-    assert run(branch, arguments(tiny_base, files, tmp_path / "run", *more)) == 0
+    more = f"--branches 2 --reward-funcs {tmp_path}/own.py:own"
+    assert run(branch, arguments(tiny_base, files, tmp_path / "run", more)) == 0
     assert {row["reward"] for row in steps(tmp_path / "run")} == {1.0}

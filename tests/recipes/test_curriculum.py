@@ -10,12 +10,12 @@ import numpy as np
 
 from examples.recipes import curriculum
 from nanogrpo.types import Prompt, Sample
-from tests.conftest import SOLO
+from tests.conftest import SOLO, completion
 
 
 def samples(prompt: Prompt, *rewards: float) -> list[Sample]:
     return [
-        Sample(prompt, j, [1], [0.0], True, [0], rewards={"right": r, "short": 9.0})
+        completion(prompt, [1], j, rewards={"right": r, "short": 9.0})
         for j, r in enumerate(rewards)
     ]
 

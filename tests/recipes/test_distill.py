@@ -133,21 +133,22 @@ def test_sampled_tokens_have_the_gradient_of_trls_loss():
 # --- complete runs ---
 
 
-@pytest.mark.parametrize("form", [[], ["--jsd-beta", "1"]])
+@pytest.mark.parametrize("form", ["", "--jsd-beta 1"])
 def test_the_student_approaches_its_teacher(form, tmp_path, learned):
     """Without rewards, the loss of a step is the mean divergence."""
     teacher = write_base(tmp_path / "teacher", seed=1)
-    more = ["--teacher", str(teacher), "--max-steps", "40", "--learning-rate", "3e-3", *form]
-    first, last = learned(distill, "loss", *more)
+    more = f"--teacher {teacher} --max-steps 40 --learning-rate 3e-3 {form}"
+    first, last = learned(distill, "loss", more)
     assert last < 0.75 * first
 
 
 def test_padded_vocabularies_and_other_losses_are_refused(tmp_path, tiny_base, files, capsys):
-    more = ["--teacher", str(write_base(tmp_path / "teacher", vocab_size=120)), "--jsd-beta", "1"]
-    for loss, problem in (
-        ([], "--jsd-beta needs vocabularies of equal size"),
-        (["--loss-type", "cispo"], "--jsd-beta replaces the loss: leave out"),
-        (["--log-completions", "--log-tokens"], "leave out --log-tokens"),
+    options = f"--teacher {write_base(tmp_path / 'teacher', vocab_size=120)} --jsd-beta 1"
+    for more, problem in (
+        ("", "--jsd-beta needs vocabularies of equal size"),
+        ("--loss-type cispo", "--jsd-beta replaces the loss: leave out"),
+        ("--log-completions --log-tokens", "leave out --log-tokens"),
     ):
-        assert run(distill, arguments(tiny_base, files, tmp_path / "run", *more, *loss)) == 2
+        argv = arguments(tiny_base, files, tmp_path / "run", f"{options} {more}")
+        assert run(distill, argv) == 2
         assert problem in one_sentence(capsys)

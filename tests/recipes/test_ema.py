@@ -27,9 +27,8 @@ def test_evaluations_use_the_average_and_training_does_not(tmp_path, tiny_base, 
 
     monkeypatch.setattr(ema.EMA, "step", step)
     monkeypatch.setattr(ema.EMA, "swap", swap)
-    held_out = str(files / "data.jsonl")
-    options = ["--eval-steps", "1", "--eval-data", held_out, "--learning-rate", "1e-3"]
-    plain, averaged = (arguments(tiny_base, files, tmp_path / n, *options) for n in ("a", "b"))
+    options = f"--eval-steps 1 --eval-data {files}/data.jsonl"
+    plain, averaged = (arguments(tiny_base, files, tmp_path / n, options) for n in ("a", "b"))
     assert train.main(plain) == 0
     assert run(ema, [*averaged, "--ema-decay", "0.75"]) == 0
     plain, averaged = (steps(tmp_path / name) for name in ("a", "b"))

@@ -13,7 +13,7 @@ from tests.conftest import arguments
 from tests.recipes import run
 
 SIGMA, RATE = 0.1, 0.08
-OPTIONS = ["--sigma", f"{SIGMA}", "--learning-rate", f"{RATE}", "--log-completions"]
+OPTIONS = f"--sigma {SIGMA} --learning-rate {RATE} --log-completions"
 
 
 def test_the_weights_move_by_the_sum_of_noise_and_fitness(tiny_base, files, tmp_path, monkeypatch):
@@ -28,7 +28,7 @@ def test_the_weights_move_by_the_sum_of_noise_and_fitness(tiny_base, files, tmp_
             return super().advantages(rewards, by_function)
 
     monkeypatch.setattr(evolution, "Evolution", Spy)
-    argv = arguments(tiny_base, files, tmp_path, *OPTIONS, "--max-steps", "1", "--seed", "3")
+    argv = arguments(tiny_base, files, tmp_path, f"{OPTIONS} --max-steps 1 --seed 3")
     assert run(evolution, argv) == 0
     before, after = (
         dict(checkpoint.load_model(folder).named_parameters())
@@ -47,6 +47,6 @@ def test_the_weights_move_by_the_sum_of_noise_and_fitness(tiny_base, files, tmp_
 
 
 def test_the_reward_rises(learned):
-    more = ["--max-steps", "20", "--num-generations", "16", "--generation-batch-size", "32"]
-    first, last = learned(evolution, "reward", *OPTIONS, *more)
+    more = "--max-steps 20 --num-generations 16 --generation-batch-size 32"
+    first, last = learned(evolution, "reward", f"{OPTIONS} {more}")
     assert last > first + 0.1

@@ -7,12 +7,11 @@ from statistics import mean, stdev
 import pytest
 import torch
 
-import train
 from examples.recipes import process, turns
 from nanogrpo.model.checkpoint import load_model
 from nanogrpo.model.tokenizer import Tokenizer
-from nanogrpo.types import Prompt, Sample
-from tests.conftest import arguments, positions_of, said, write_rows
+from nanogrpo.types import Prompt
+from tests.conftest import completion, positions_of, said, write_rows
 
 FUNCTION = """
 import json, pathlib
@@ -25,13 +24,12 @@ def by_token(prompts, completion_ids, logp, entropy, pieces, **kwargs):
 """
 
 
-def test_reward_functions_may_ask_for_numbers_of_the_tokens(tiny_base, files, tmp_path):
+def test_reward_functions_may_ask_for_numbers_of_the_tokens(rows_of, tiny_base, tmp_path):
     (tmp_path / "reward.py").write_text(FUNCTION)
-    options = ["--reward-funcs", f"{tmp_path}/reward.py:by_token", "--max-steps", "1"]
-    options += ["--token-budget", "60", "--temperature", "0.7"]
+    options = f"--reward-funcs {tmp_path}/reward.py:by_token --max-steps 1 --token-budget 60"
+    options += f" --temperature 0.7 --eval-data {tmp_path}/held_out.jsonl --eval-steps 1"
     write_rows(tmp_path / "held_out.jsonl", [{"prompt": "1+1=", "pieces": "of the data"}])
-    options += ["--eval-data", f"{tmp_path}/held_out.jsonl", "--eval-steps", "1"]
-    assert train.main(arguments(tiny_base, files, tmp_path / "run", *options)) == 0
+    rows_of(options, folder="run")
     tokenizer, model = Tokenizer(tiny_base), load_model(tiny_base)
     rows = json.loads((tmp_path / "seen.json").read_text())
     assert len(rows) == 16
@@ -82,7 +80,7 @@ def test_equal_rewards_give_no_gradient():
 @pytest.mark.parametrize("rewards_of", [process.token_rewards, turns.turn_rewards])
 def test_rewards_of_tokens_turns_and_completions_are_added_with_their_weights(rewards_of):
     flags = [True, True, False, True, True]
-    s = Sample(Prompt(0, "", [1]), 0, [5] * 5, [-1.0] * 5, True, [0] * 5, is_model_token=flags)
+    s = completion(Prompt(0, "", [1]), [5] * 5, is_model_token=flags)
     s.rewards, s.reward = {"a": 4.0, "b": 3.0, "c": None}, 11.0
     s.token_rewards = {"a": [None, 1.0, None, 3.0, None]}
     weights = {"a": 2.0, "b": 1.0, "c": 9.0}

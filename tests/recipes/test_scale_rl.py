@@ -15,7 +15,7 @@ from examples.recipes import rejection, scale_rl
 from nanogrpo.extras.view.tokens import gradient
 from nanogrpo.model.head import head_logp
 from nanogrpo.types import Prompt, Sample
-from tests.conftest import SOLO, packed, random_batch
+from tests.conftest import SOLO, completion, packed, random_batch
 
 G = 3
 PROMPTS = [Prompt(i, "", [1, 2]) for i in range(9)]
@@ -25,9 +25,8 @@ def samples(rng: np.random.Generator, prompt: Prompt, rewards: list[float]) -> l
     out = []
     for j, (n, r) in enumerate(zip(rng.integers(1, 9, len(rewards)), rewards)):
         ids = rng.integers(0, 99, n).tolist()
-        sample = Sample(prompt, j, ids, [-1.0] * n, bool(n % 4), [0] * n, rewards={"right": r})
-        sample.advantage = r - float(np.mean(rewards))
-        out.append(sample)
+        more = {"rewards": {"right": r}, "advantage": r - float(np.mean(rewards))}
+        out.append(completion(prompt, ids, j, stopped=bool(n % 4), **more))
     return out
 
 

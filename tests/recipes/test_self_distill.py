@@ -68,8 +68,8 @@ def test_the_model_does_without_the_hint(tmp_path, learned):
     """The divergence of the prompt from the hinted prompt falls."""
     rows = [{"prompt": f"{i}+{i}=", "h": f"{i}"} for i in range(12)]
     data = write_rows(tmp_path / "data.jsonl", rows)
-    given = "--data", str(data), "--hint-column", "h", "--max-steps", "30"
-    first, last = learned(self_distill, "loss", *given)
+    given = f"--data {data} --hint-column h --max-steps 30"
+    first, last = learned(self_distill, "loss", given)
     assert last < 0.5 * first
 
 
@@ -86,7 +86,7 @@ def test_hints_that_are_missing_or_too_long_are_one_sentence(
     column, problem, tmp_path, tiny_base, files, capsys
 ):
     (tmp_path / "data.jsonl").write_text(f'{{"prompt": "1+1=", "h": "{"9" * 900}"}}\n' * 4)
-    given = "--data", str(tmp_path / "data.jsonl"), "--hint-column", column
-    assert run(self_distill, arguments(tiny_base, files, tmp_path / "run", *given)) == 2
+    given = f"--data {tmp_path}/data.jsonl --hint-column {column}"
+    assert run(self_distill, arguments(tiny_base, files, tmp_path / "run", given)) == 2
     assert f"--hint-column {column}" in (error := one_sentence(capsys))
     assert problem in error

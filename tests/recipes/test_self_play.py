@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from examples.recipes import self_play
-from nanogrpo.types import Prompt, Sample
-from tests.conftest import steps
+from nanogrpo.types import Prompt
+from tests.conftest import completion, steps
 
 
 @pytest.mark.parametrize(
@@ -30,11 +30,9 @@ def test_rewards_and_baselines_are_those_of_the_paper():
     table = [[1.0, 0.0, 1.0], [None] * 3, [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
     samples = []
     for i, row in enumerate(table):
-        ask = Sample(
-            Prompt(i // 2, "", [1]), i % 2, [2], [0.0], True, [0], rewards={"accuracy": 0.3}
-        )
+        ask = completion(Prompt(i // 2, "", [1]), [2], i % 2, rewards={"accuracy": 0.3})
         prompt = Prompt(-1 - i, "", [1], {"solution": None if i == 1 else "7"})
-        answers = [Sample(prompt, j, [2], [0.0], True, [0]) for j in range(3)]
+        answers = [completion(prompt, [2], j) for j in range(3)]
         for sample, reward in zip(answers, row):
             sample.reward, sample.rewards = reward, {"accuracy": reward}
         samples += [ask, *answers]
@@ -56,7 +54,7 @@ def test_the_answers_get_better(learned, tmp_path, monkeypatch):
     """Here, every question is valid. The model still answers its own questions."""
     monkeypatch.setattr(self_play, "answer", lambda question: "7")
     more = "--log-completions --max-steps 25 --generation-batch-size 32 --learning-rate 3e-3"
-    first, last = learned(self_play, "rewards/even/mean", *more.split())
+    first, last = learned(self_play, "rewards/even/mean", more)
     assert last > 1.3 * first
     for row in steps(tmp_path / "run"):
         mean = 0.25 * row["rewards/question/mean"] + 0.75 * row["rewards/even/mean"]

@@ -57,10 +57,10 @@ def start(tiny_base, files, tmp_path, functions, monkeypatch):
     is given relative to the working directory.
     """
 
-    def start(*names: str, options=(), folder="run") -> tuple[int, Path]:
+    def start(*names: str, options="", folder="run") -> tuple[int, Path]:
         monkeypatch.chdir(tmp_path)
-        specs = [f"{functions}:{name}" for name in names]
-        argv = arguments(tiny_base, files, Path(folder), "--reward-funcs", *specs, *options)
+        specs = " ".join(f"{functions}:{name}" for name in names)
+        argv = arguments(tiny_base, files, Path(folder), f"--reward-funcs {specs} {options}")
         return train.main(argv), tmp_path / folder
 
     return start
@@ -99,10 +99,11 @@ def test_the_function_in_the_docs_works_on_messages_and_on_texts(rows_of, tmp_pa
 
 def test_functions_know_the_step_and_a_run_is_the_same_with_and_without_the_process(start, files):
     names = ("curriculum", "waits", "changes_the_folder")
-    options = ["--eval-steps", "3", "--eval-data", str(files / "data.jsonl")]
     # With one rank no other waits, so the function may take longer than --ddp-timeout.
-    options += ["--ddp-timeout", "90", "--eval-samples", "2", "--reward-timeout"]
-    here, folder = (start(*names, options=[*options, t], folder=t) for t in ("0", "60"))
+    options = f"--eval-steps 3 --eval-data {files}/data.jsonl --eval-samples 2 --ddp-timeout 90"
+    here, folder = (
+        start(*names, options=f"{options} --reward-timeout {t}", folder=t) for t in ("0", "60")
+    )
     assert here[0] == folder[0] == 0
     rows, log = steps(folder[1]), lines(folder[1])
     assert [row.pop("rewards/failures") for row in rows] == [0, 0, 0]
@@ -120,7 +121,7 @@ def test_functions_know_the_step_and_a_run_is_the_same_with_and_without_the_proc
 
 def test_a_run_that_is_asked_to_stop_saves_without_an_evaluation(start, files):
     """An evaluation may take longer than a scheduler waits, and the step would be lost."""
-    options = ["--eval-steps", "2", "--eval-data", str(files / "data.jsonl"), "--max-steps", "9"]
+    options = f"--eval-steps 2 --eval-data {files}/data.jsonl --max-steps 9"
     status, folder = start("asks_to_stop_in_the_second_step", options=options)
     assert status == 0
     assert [row["eval/after"] for row in lines(folder) if "eval/after" in row] == [0]

@@ -29,8 +29,8 @@ from nanogrpo.model import head as ops
 from nanogrpo.model.attention import StripAttention
 from nanogrpo.model.decoder import Block, Decoder
 from nanogrpo.run import optim
-from nanogrpo.types import Prompt, Sample
-from tests.conftest import SOLO, packed, random_batch, refused, tiny_config, tiny_model
+from nanogrpo.types import Prompt
+from tests.conftest import SOLO, completion, packed, random_batch, refused, tiny_config, tiny_model
 from tests.kernels.traffic import QWEN3, Attention, Traffic
 from tests.ranks import run
 
@@ -136,7 +136,7 @@ def test_keys_gathered_for_shared_prompts_are_as_many_as_estimated():
     cfg = Config(num_generations=16, generation_batch_size=16, max_completion_length=9)
     prompt = Prompt(0, "", [i % 100 for i in range(80)])
     (batch,) = packed(
-        [Sample(prompt, j, [7] * 9, [-1.0] * 9, True, [0] * 9, advantage=1.0) for j in range(16)],
+        [completion(prompt, [7] * 9, j, advantage=1.0) for j in range(16)],
         cfg,
     )
     assert (

@@ -51,8 +51,7 @@ def test_a_run_updates_its_reference_every_so_many_steps(files, tmp_path):
     """
     base = write_base(tmp_path / "base", tie_word_embeddings=True)
     mixed, fixed = tmp_path / "mixed", tmp_path / "fixed"
-    options = f"{RUN} 5".split()
-    assert train.main(arguments(base, files, mixed, *options)) == 0
+    assert train.main(arguments(base, files, mixed, f"{RUN} 5")) == 0
     start, two, four = (
         dict(checkpoint.load_model(folder).named_parameters())
         for folder in (base, mixed / "checkpoint-2", mixed / "checkpoint-4")
@@ -60,8 +59,8 @@ def test_a_run_updates_its_reference_every_so_many_steps(files, tmp_path):
     for name, p in reference_of(mixed, base).items():  # after steps 2 and 4, not after 5
         expected = 0.3 * four[name] + 0.7 * (0.3 * two[name] + 0.7 * start[name])
         torch.testing.assert_close(p, expected, rtol=1e-5, atol=1e-6)
-    never = f"{RUN} 3 --ref-model-sync-steps 100".split()
-    assert train.main(arguments(base, files, fixed, *never)) == 0
+    never = f"{RUN} 3 --ref-model-sync-steps 100"
+    assert train.main(arguments(base, files, fixed, never)) == 0
     mixed, fixed = ([row["kl"] for row in steps(folder)] for folder in (mixed, fixed))
     assert fixed[0] == pytest.approx(0, abs=1e-9)
     assert mixed[:2] == pytest.approx(fixed[:2], rel=1e-4, abs=1e-6)
@@ -123,8 +122,7 @@ def test_frozen_models_must_fit(program, change, problem, tiny_base, files, tmp_
         vocabulary = raw["model"]["vocab"]
         vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
         (other / "tokenizer.json").write_text(json.dumps(raw))
-    own = [program, str(other), "--max-steps", "1"]
-    argv = arguments(tiny_base, files, tmp_path / "run", *own)
+    argv = arguments(tiny_base, files, tmp_path / "run", f"{program} {other} --max-steps 1")
     if program == "--teacher":
         status = distill.main(distill.Options, distill.features, argv)
     else:
