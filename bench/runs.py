@@ -40,7 +40,7 @@ from nanogrpo.data.prompts import load_prompts
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.engine.local import LocalEngine
 from nanogrpo.errors import UserError
-from nanogrpo.extras.arithmetic.feature import Arithmetic
+from nanogrpo.extras.data.sources import Sources
 from nanogrpo.extras.rewards import Rewards
 from nanogrpo.logs.files import read_records
 from nanogrpo.model import checkpoint
@@ -256,7 +256,7 @@ def theirs(cfg: Config, sampled: list[list[Sample]] | None = None, micro: int = 
 
     tokenizer = Tokenizer(cfg.model)
     shape = checkpoint.empty_model(Path(cfg.model)).cfg
-    features = [Arithmetic(), Rewards(cfg)]
+    features = [Sources(cfg), Rewards(cfg)]
     prompts, problems = load_prompts(cfg, tokenizer, shape.max_position_embeddings, features)
     # If there is no time limit, all reward functions run in this process.
     rewards = Scorer(dataclasses.replace(cfg, reward_timeout=0.0), torch.device("cpu"), features)

@@ -28,7 +28,7 @@ from nanogrpo.data import prompts as data
 from nanogrpo.engine.base import SamplingParams, stream
 from nanogrpo.engine.local import LocalEngine
 from nanogrpo.errors import UserError
-from nanogrpo.extras.arithmetic.feature import Arithmetic
+from nanogrpo.extras.data.sources import Sources
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.grpo import packing, schedule
 from nanogrpo.grpo.advantages import centered, step_advantages
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> None:
 
 
 def draw(tokenizer: Tokenizer) -> Prompt:
-    prompts = data.load(CFG, tokenizer, CFG.data, [Arithmetic()])
+    prompts = data.load(CFG, tokenizer, CFG.data, [Sources(CFG)])
     (prompt,) = data.draw(prompts, CFG.prompts_per_step, CFG.seed, STEP)
     named = [f"{tokenizer.decode([id], False)} {id}" for id in prompt.token_ids]
     show(

@@ -117,10 +117,6 @@ def wanted(cfg: Any, given: Given) -> Iterator[Feature]:
         # comes before the features that tokenize prompts
         yield Tools(cfg, given.tools, given.environment_factory, given.rollout)
     named = (*cfg.data, *cfg.eval_data)
-    if "arithmetic" in named:
-        from nanogrpo.extras.arithmetic.feature import Arithmetic
-
-        yield Arithmetic()
     if given.on_step:
         from nanogrpo.extras.results import OnStep
 
@@ -135,10 +131,6 @@ def wanted(cfg: Any, given: Given) -> Iterator[Feature]:
         from nanogrpo.extras.gym.data import Gym
 
         yield Gym(cfg)
-    if any(name.startswith("model:") for name in cfg.reward_funcs):
-        from nanogrpo.extras.reward_model import RewardModels
-
-        yield RewardModels()
     # the features of a recipe come after all others
     last = [*given.features(cfg)]
     if not {name.partition(":")[0] for name in cfg.reward_funcs} <= builtin.BUILT_IN.keys():

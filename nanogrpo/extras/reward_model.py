@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import nanogrpo.extras.rope_scaling  # adds kinds of RoPE scaling
 import nanogrpo.extras.window  # noqa: F401 (adds sliding windows)
 from nanogrpo.errors import UserError
-from nanogrpo.feature import Feature
 from nanogrpo.model import checkpoint
 from nanogrpo.model.attention import StripAttention
 from nanogrpo.model.decoder import Body, Decoder
@@ -25,12 +24,6 @@ from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.model.tokenizer import Tokenizer
 
 TOKEN_BUDGET = 16384  # tokens per forward pass: as many texts as fit, but at least one
-
-
-class RewardModels(Feature):
-    def reward(self, name: str, device: torch.device) -> "RewardModel | None":
-        kind, _, folder = name.partition(":")
-        return RewardModel.load(folder, device) if kind == "model" else None
 
 
 class RewardModel(nn.Module):

@@ -1,7 +1,7 @@
-"""More built-in reward functions: for reasoning, lengths and repetition.
+"""More built-in reward functions: for reasoning, lengths and repetition, and reward models.
 
 In: a name in --reward-funcs, with or without arguments. Out: the function, with TRL's name and
-values. Read next: rewards/builtin.py (the common reward functions).
+values. Read next: rewards/builtin.py (the common reward functions), reward_model.py.
 """
 
 import contextlib
@@ -35,7 +35,11 @@ class Rewards(Feature):
             e.args = (str(e).replace("fix the function", advice),)
             raise
 
-    def reward(self, name: str, *_: Any) -> Callable | str | None:
+    def reward(self, name: str, device: Any) -> Callable | str | None:
+        if name.startswith("model:"):
+            from nanogrpo.extras.reward_model import RewardModel
+
+            return RewardModel.load(name.removeprefix("model:"), device)
         base, arguments = plugin.split_arguments(name)
         module = base.rpartition(".")[0]
         file = Path(module.replace(".", "/") + ".py")

@@ -24,7 +24,7 @@ from bench.rewards import share_of_even
 from nanogrpo import Config
 from nanogrpo.data import prompts as data
 from nanogrpo.engine.base import SamplingParams
-from nanogrpo.extras.arithmetic.feature import Arithmetic
+from nanogrpo.extras.data.sources import Sources
 from nanogrpo.extras.window import FULL, SLIDING, Windows
 from nanogrpo.model.decoder import Decoder, logits
 from nanogrpo.model.tokenizer import Tokenizer
@@ -46,7 +46,7 @@ def test_trl_sees_the_prompts_and_options_of_our_steps(tiny_base, tmp_path):
     theirs = trl_run.options(cfg, tmp_path)
     for name in set(trl_run.SAME) - {"lr_scheduler_type"}:
         assert getattr(theirs, name) == getattr(cfg, name), name
-    prompts = data.load(cfg, Tokenizer(tiny_base), ["arithmetic"], [Arithmetic()])
+    prompts = data.load(cfg, Tokenizer(tiny_base), ["arithmetic"], [Sources(cfg)])
     trainer = trl_run.trainer(cfg, prompts, [share_of_even], tmp_path)
     for step, batch in enumerate(itertools.islice(trainer.get_train_dataloader(), 3)):
         drawn = [p for p in data.draw(prompts, 3, cfg.seed, step) for _ in range(4)]

@@ -10,9 +10,11 @@ import pytest
 import torch
 import transformers
 
+from nanogrpo import Config
 from nanogrpo.extras import reward_model
 from nanogrpo.extras.arithmetic import warmup
-from nanogrpo.extras.reward_model import RewardModel, RewardModels
+from nanogrpo.extras.reward_model import RewardModel
+from nanogrpo.extras.rewards import Rewards
 from tests.conftest import edit_json, refused, said, tiny_config
 from tests.model.tokenizer_folder import make_folder
 from tests.rewards.conftest import runner
@@ -118,7 +120,7 @@ def test_a_folder_without_a_reward_model_is_an_error(tiny_base, tmp_path):
         (tmp_path / "none", r"--reward-funcs model: \S+none: there is no such folder"),
     ):
         with refused(message):
-            runner("format", f"model:{folder}", features=[RewardModels()])
+            runner("format", f"model:{folder}", features=[Rewards(Config())])
 
 
 def test_a_text_longer_than_the_context_is_an_error(tmp_path):

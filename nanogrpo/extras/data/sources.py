@@ -1,8 +1,9 @@
 """Read data sets from the Hugging Face hub, folders of data files, folders that `save_to_disk` has
-written, CSV and Parquet files, and a `DatasetDict` from Python.
+written, CSV and Parquet files, a `DatasetDict` from Python, and the built-in task `arithmetic`.
 
-In: the name of a source, or a dict of splits. Out: the records of a split. CSV files need no extra
-package; all others need `pip install 'nanogrpo[data]'`. Read next: nanogrpo/data/sources.py.
+In: the name of a source, or a dict of splits. Out: the records of a split. CSV files and the task
+need no extra package; all others need `pip install 'nanogrpo[data]'`. Read next:
+nanogrpo/data/sources.py, extras/arithmetic/task.py.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from typing import Any
 
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError, reading, without_nulls
+from nanogrpo.extras.arithmetic import task
 from nanogrpo.extras.options import DataOptions
 from nanogrpo.feature import Feature
 from nanogrpo.types import Prompt
@@ -34,6 +36,8 @@ class Sources(Feature):
     def rows(self, source: Any, split: str) -> list[dict] | None:
         splits = source if isinstance(source, Mapping) else None
         if isinstance(source, str):
+            if source == task.NAME:
+                return task.records("train" if split == "train" else "eval")
             if Path(source).suffix in (".csv", ".parquet"):
                 return [] if split == "held out" else _file(Path(source))
             splits = _load(source, self.options.dataset_config) if uses_hub(source) else None
