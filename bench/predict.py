@@ -307,7 +307,8 @@ def checked(args: argparse.Namespace, cfg: Config) -> argparse.Namespace:
             f"--generation-batch-size {cfg.generation_batch_size} is too large for a plan: give at "
             f"most {MOST}."
         )
-    for name in ("server", "vllm_gpus", "vllm_options", "vllm_enable_sleep_mode", "cpu_offload"):
+    names = "server vllm_gpus vllm_options vllm_enable_sleep_mode cpu_offload ref_model"
+    for name in names.split():
         if getattr(cfg, name):
             raise UserError(f"--{dashed(name)} is not part of a plan: leave it out.")
     if cfg.engine == "vllm" and args.gpus == 1:
@@ -371,7 +372,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         args, words = arguments().parse_known_args(sys.argv[1:] if argv is None else argv)
-        cfg = commandline.parse(["--model", args.model, "--data", "DATA", *words])
+        cfg = commandline.parse(["--data", "DATA", "--model", args.model, *words])
         cfg.validate()
         if cfg.model != args.model:
             raise UserError(

@@ -41,9 +41,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    "-+.0123456789",
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), "-+.0123456789"
 )
 
 
@@ -94,8 +92,7 @@ def parse(
 
     def translate(options: cli.Options) -> cli.Options:
         given.update(options)
-        lower = of_run(str(given.get("model")), taken)
-        out = trl_names.translate(lower | options, notes)
+        out = trl_names.translate(of_run(str(given.get("model")), taken) | options, notes)
         notes.finish()
         return out
 

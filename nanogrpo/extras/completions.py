@@ -60,8 +60,7 @@ class Completions(Feature):
         self._write(run, f"completions_{step + 1:05d}.jsonl", step, samples)
         if run.world.main and (count := self.cfg.num_completions_to_print):
             # the first completion of each prompt, then the second of each prompt, and so on
-            chosen = sorted(samples, key=lambda s: s.index)[:count]
-            show([record(step, s) for s in chosen])
+            show([record(step, s) for s in sorted(samples, key=lambda s: s.index)[:count]])
             run.log.progress.rows = 0  # print the header again, because the last one is far above
 
     def evaluated(self, run: Run, samples: list[Sample]) -> None:
@@ -100,7 +99,7 @@ def record(step: int, sample: Sample, folder: Path | None = None) -> dict:
         **(inputs.write(folder) if inputs is not None and folder else {}),
     }
     short = {name: str(x)[:200] for name, x in given.items() if isinstance(x, str | int | float)}
-    return own | {name: x for name, x in short.items() if name not in own}
+    return own | short | own  # our own columns come first, and take precedence
 
 
 def texts(prompt: str | list[dict]) -> str | list[dict]:

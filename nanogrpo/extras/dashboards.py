@@ -40,8 +40,7 @@ class DashboardOptions(Config):
         choices=("none", "tensorboard", "trackio", "wandb"),
     )
     run_name: str = free_option(
-        "",
-        "name of the run in trackio and wandb; empty: that of output_dir",
+        "", "name of the run in trackio and wandb; empty: that of output_dir"
     )
 
     def problems(self) -> Iterator[str]:

@@ -26,7 +26,7 @@ class Estimators(Feature):
             return decoupled(table, torch.tensor(weights, dtype=rewards.dtype))
         if self.cfg.advantage_estimator == "grpo":
             return None
-        estimate = {"rloo": leave_one_out, "maxrl": maxrl}[self.cfg.advantage_estimator]
+        estimate = maxrl if self.cfg.advantage_estimator == "maxrl" else leave_one_out
         return estimate(rewards), nanstd(centered(rewards), dim=1)
 
 

@@ -71,7 +71,7 @@ def evaluate(
     inputs = setup.load(cfg, world, features, given, held_out)
     inputs.prompts, inputs.eval_prompts = [], inputs.prompts
     setup.settle(inputs)
-    setup.load_weights(inputs.model, inputs)
+    setup.load_weights(inputs.model, inputs).requires_grad_(False)
     cfg, n = cast(Config, inputs.cfg), cfg.num_generations_eval
     cfg = memory.for_sampling(cfg, inputs.model, world, len(world.part(inputs.eval_prompts)) * n)
     inputs.cfg = dataclasses.replace(cfg, max_steps=1)

@@ -28,7 +28,6 @@ class Importance(Feature):
     def __init__(self) -> None:
         self.weights: list[Tensor] = []  # importance weights of the step
 
-    @torch.no_grad()
     def batches(self, run: Run, batches: Sequence[PackedBatch]) -> None:
         cfg: Any = run.cfg
         for batch in batches:

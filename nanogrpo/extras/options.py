@@ -463,8 +463,7 @@ class BestOptions(Core):
         needs="eval_steps",
     )
     metric_for_best_model: str = free_option(
-        "reward",
-        "name of the evaluation metric that should be highest, such as accuracy_reward",
+        "reward", "name of the evaluation metric that should be highest, such as accuracy_reward"
     )
 
     def problems(self) -> Iterator[str]:
@@ -482,8 +481,7 @@ class CompletionsOptions(Core):
     """The completions of each step, and their tokens."""
 
     log_completions: bool = free_option(
-        False,
-        "write every completion and its rewards to output_dir/completions, one file per step",
+        False, "write every completion and its rewards to output_dir/completions, one file per step"
     )
     num_completions_to_print: int = free_option(
         0,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from nanogrpo.distributed import fsdp
 from nanogrpo.errors import UserError
+from nanogrpo.extras import rope_scaling, window  # noqa: F401 (for all kinds of models)
 from nanogrpo.feature import Feature
 from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder

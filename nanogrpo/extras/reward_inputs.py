@@ -17,9 +17,10 @@ function gets this column. Read next: rewards/scorer.py.
 import ast
 import contextlib
 import dataclasses
-import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ import torch
 from nanogrpo.engine.base import Engine
 from nanogrpo.extras.view.tokens import pieces
 from nanogrpo.extras.wrapper import Wrapper
-from nanogrpo.feature import Feature
+from nanogrpo.feature import Feature, first
 from nanogrpo.grpo import packing, schedule
 from nanogrpo.grpo.loss import logp_of
 from nanogrpo.rewards import plugin
@@ -51,9 +52,14 @@ def asked(functions: Iterable[str | Callable]) -> set[str]:
             found |= inspect.signature(function).parameters.keys()
             continue
         where, _, name = plugin.split_arguments(function)[0].rpartition(":")
-        with contextlib.suppress(OSError, SyntaxError, ImportError, ValueError):
-            spec = None if where.endswith(".py") else importlib.util.find_spec(where)
-            for node in ast.parse(Path((spec and spec.origin) or where).read_bytes()).body:
+        with contextlib.suppress(OSError, SyntaxError, AttributeError, TypeError, ValueError):
+            folders: Any = None
+            # unlike importlib.util.find_spec, this loop does not run the code of the packages
+            parts = [] if where.endswith(".py") else where.split(".")
+            for module in accumulate(parts, "{}.{}".format):
+                spec: Any = first(finder.find_spec(module, folders) for finder in sys.meta_path)
+                where, folders = spec.origin, spec.submodule_search_locations
+            for node in ast.parse(Path(where).read_bytes()).body:
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
                     found |= {each.arg for each in (*node.args.args, *node.args.kwonlyargs)}
     return found & NAMES
@@ -77,7 +83,8 @@ class InformedEngine(Wrapper):
     def sample(self, *how: Any, **more: Any) -> list[Sample]:
         samples = self.engine.sample(*how, **more)
         for s in samples if "logp" in self.names else ():
-            s.arguments["logp"] = s.logp
+            # plain numbers, because truncation.py uses objects with arrays
+            s.arguments["logp"] = [*map(float, s.logp)]
         for s in samples if "pieces" in self.names else ():
             s.arguments["pieces"] = pieces(s.token_ids, self.run.tokenizer, self.texts)
         if "entropy" in self.names:

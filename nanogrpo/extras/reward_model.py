@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import nanogrpo.extras.rope_scaling  # adds kinds of RoPE scaling
-import nanogrpo.extras.window  # noqa: F401 (adds sliding windows)
 from nanogrpo.errors import UserError
+from nanogrpo.extras import rope_scaling, window  # noqa: F401 (for all kinds of models)
 from nanogrpo.model import checkpoint
 from nanogrpo.model.attention import StripAttention
 from nanogrpo.model.decoder import Body, Decoder

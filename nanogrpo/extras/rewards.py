@@ -31,8 +31,7 @@ class Rewards(Feature):
         try:
             yield
         except UserError as e:
-            advice = advice_on(str(e), run.prompts[0])
-            e.args = (str(e).replace("fix the function", advice),)
+            e.args = (str(e).replace("fix the function", advice_on(str(e), run.prompts[0])),)
             raise
 
     def reward(self, name: str, device: Any) -> Callable | str | None:

@@ -16,6 +16,7 @@ from nanogrpo.engine.base import Engine
 from nanogrpo.errors import UserError, read_json
 from nanogrpo.extras import memory
 from nanogrpo.feature import Feature
+from nanogrpo.model import weights
 from nanogrpo.run.setup import Inputs, Run
 from nanogrpo.vllm import gpus
 from nanogrpo.vllm.client import VLLMEngine
@@ -79,10 +80,12 @@ class VLLM(Feature):
 
 
 def memory_needed(run: Run) -> int:
-    """Return the bytes of device memory that the trainer needs while a server is awake."""
+    """Return the bytes of device memory that the trainer needs while a server is awake. An
+    evaluation only sends its weights.
+    """
     cfg: Any = run.cfg
     rows = memory.table(run, cfg)
-    if cfg.vllm_enable_sleep_mode:
+    if cfg.vllm_enable_sleep_mode or not weights.sizes(run.model)[0]:
         return memory.while_sampling(rows)
     return memory.on_device([row for row in rows if not row.of_server])
 

@@ -29,8 +29,7 @@ class VLLMOptions(Config):
         group="vLLM",
     )
     vllm_options: str = of_vllm(
-        "",
-        'serve.py options for that server, as one string: --vllm-options="--dtype half"',
+        "", 'serve.py options for that server, as one string: --vllm-options="--dtype half"'
     )
     vllm_gpus: str = of_vllm(
         "",

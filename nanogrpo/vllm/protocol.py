@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-import nanogrpo.extras.rope_scaling  # adds kinds of RoPE scaling
-import nanogrpo.extras.window  # noqa: F401 (adds sliding windows)
 from nanogrpo.engine.base import SamplingParams, stream
 from nanogrpo.errors import UserError, reading
+from nanogrpo.extras import rope_scaling, window  # noqa: F401 (for all kinds of models)
 from nanogrpo.extras.truncation import packed, with_sets
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.types import Prompt, Sample

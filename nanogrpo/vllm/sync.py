@@ -71,8 +71,7 @@ class WeightSync:
                 "limit on file sizes (ulimit -f)."
             ) from e
         self.buckets = self.shared.buckets
-        views = map(self.layout.views, self.buckets, itertools.count())
-        self.slots = dict(itertools.chain(*views))
+        self.slots = dict(itertools.chain(*map(self.layout.views, self.buckets, itertools.count())))
 
     def label(self, version: int) -> str:
         """Return the name by which servers identify a version of this trainer's weights."""

@@ -127,6 +127,8 @@ def test_a_memory_stands_for_the_slowest_gpu_of_its_size_and_the_output_says_so(
         ("8B --score-seconds nan", "--score-seconds must be at least 0"),
         ("8B --model 4B", "the model is given twice, 8B and --model: leave out --model"),
         ("8B --cpu-offload", "--cpu-offload is not part of a plan: leave it out"),
+        ("8B --beta 1 --ref-model m", "--ref-model is not part of a plan"),
+        ("8B a.b=8", "a.b is not an option"),
         ("8B --engine vllm", "set --gpus to at least 2, or leave --engine out"),
         ("8B --gpu 4090", "8B does not fit on 1 × 4090 with these options"),
         ("nowhere", "there is no such folder"),

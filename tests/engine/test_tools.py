@@ -31,6 +31,7 @@ from nanogrpo.rewards import call as rewards
 from nanogrpo.rewards import plugin
 from nanogrpo.rewards.builtin import accuracy_reward, format_reward
 from nanogrpo.rewards.scorer import Scorer
+from nanogrpo.types import Prompt
 from tests.conftest import SOLO, lines, read_rows, refused, steps
 from tests.engine.chat import TEMPLATE, call, converse, write_chat_tokenizer
 
@@ -398,7 +399,13 @@ class ByTurn(Counter):
 def test_an_environment_rewards_its_completions(tokenizer, kind, rewards):
     cfg = Config(reward_funcs=("environment",), environment_factory="given")
     feature = Tools(cfg, (), kind)
-    samples = converse(calls_of(tokenizer, environment=kind), STEPS, columns=[{"goal": 2}])
+    columns = [{"goal": 2, "rewards": 7}]  # any name but those of the arguments
+    samples = converse(calls_of(tokenizer, environment=kind), STEPS, columns=columns)
+    for name in ("turns", "environments"):
+        with refused(f"get their own `{name}`: rename the column"):
+            feature.encode(Prompt(0, "", [], {name: 1}), {})
+    with refused("its columns set documents in the chat template"):
+        feature.encode(Prompt(0, "", []), {"documents": ["a"]})
     function, turns = feature.reward("environment"), [s.arguments["turns"] for s in samples]
     Scorer(Config(), SOLO.device, given=[function]).score(samples)
     assert [s.reward for s in samples] == pytest.approx(rewards)

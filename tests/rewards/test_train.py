@@ -66,6 +66,18 @@ def start(tiny_base, files, tmp_path, functions, monkeypatch):
     return start
 
 
+def test_only_the_reward_process_runs_a_package_and_it_gets_plain_log_probs(
+    start, tmp_path, monkeypatch
+):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").write_text("import sys\nassert 'torch' not in sys.modules")
+    code = "def first(logp, **_):\n    import package.__init__\n    return [x[0] for x in logp]"
+    (tmp_path / "package/module.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = "--reward-funcs package.module:first --top-k 5 --max-steps 1"
+    assert start(options=options)[0] == 0
+
+
 def test_lost_steps_are_counted_and_train_nothing_and_the_run_continues(start, caplog):
     status, folder = start("crashes_on_one", "waits")
     assert status == 0

@@ -7,6 +7,8 @@ tests/model/test_lora.py, where the reference is the model with its adapters off
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -129,6 +131,15 @@ def test_frozen_models_must_fit(program, change, problem, tiny_base, files, tmp_
         status = train.main([*argv, "--beta", "1"])
     assert status == (2 if problem else 0)
     assert not problem or problem in one_sentence(capsys)
+
+
+def test_a_frozen_model_may_have_scaled_positions_or_windows_even_if_the_model_has_none():
+    """In a process of its own, because other tests import these extras."""
+    program = """
+from nanogrpo.extras import reference
+from nanogrpo.model import hf_config, rope
+assert rope.SCALINGS and hf_config.READERS"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_resumed_run_notices_that_its_reference_has_changed(rows_of, tmp_path, capsys):

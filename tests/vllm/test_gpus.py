@@ -4,6 +4,7 @@ server gets, and which combinations are refused.
 The machine is pretended (pretend.py), and the server is the fake one. Read next: test_sleeping.py.
 """
 
+import copy
 import dataclasses
 import functools
 import re
@@ -102,6 +103,8 @@ def test_while_the_server_samples_the_trainer_keeps_its_weights_and_moments():
     run.cfg = dataclasses.replace(cfg, vllm_enable_sleep_mode=True)
     assert feature.memory_needed(run) == kept
     n = sum(p.numel() for p in MODEL.parameters())
+    run.model, run.cfg = copy.deepcopy(MODEL).requires_grad_(False), Config(engine="vllm")
+    assert feature.memory_needed(run) == (4 + 2) * n  # in an evaluation
     assert (4 + 8 + 4 + 2) * n <= kept < awake < sum(table.values())
 
 

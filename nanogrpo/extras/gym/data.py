@@ -49,9 +49,8 @@ class Gym(Feature):
             )
 
     def rows(self, source: Any, split: str) -> list[dict] | None:
-        if not (isinstance(source, str) and source.startswith(PREFIX)):
-            return None
-        return records(source, split != "train")
+        ours = isinstance(source, str) and source.startswith(PREFIX)
+        return records(source, split != "train") if ours else None
 
     def reward(self, name: str, *_: Any) -> str | None:
         # this function runs in the process of the user's reward functions
@@ -65,8 +64,7 @@ def records(source: str, held_out: bool) -> list[dict]:
     # the package raises errors of many types, such as AssertionError
     with reading(source, "correct its name or arguments", "cannot be created"):
         given["seed"] = given.get("seed", 0) + HELD_OUT * held_out
-        made = ",".join(f"{key}={value!r}" for key, value in given.items())
-        spec = f"{name}:{made}"
+        spec = f"{name}:" + ",".join(f"{key}={value!r}" for key, value in given.items())
         problems = [*dataset(spec)]
     # A record contains the whole problem, because another process may make a different one:
     # a few data sets depend on the order of Python's sets.

@@ -150,8 +150,8 @@ def write(weights: dict[str, Tensor], folder: Path, cfg: Config, device: str = "
     folder.mkdir()
     write_json(folder / CONFIG, config)
     if cfg.load_in_4bit:
-        dtype = f"{compute_dtype(cfg, device)}"[6:]  # without "torch."
-        how = FOUR_BITS | {"bnb_4bit_compute_dtype": dtype}
+        # without "torch."
+        how = FOUR_BITS | {"bnb_4bit_compute_dtype": f"{compute_dtype(cfg, device)}"[6:]}
         if any(".language_model." in name for name in weights):  # the model has a vision encoder
             how["llm_int8_skip_modules"] = ["model.visual", "lm_head"]
         write_json(folder / QUANTIZATION, how)

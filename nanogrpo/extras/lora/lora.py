@@ -116,8 +116,7 @@ def attach(model: Decoder, cfg: Config, device: str = "cpu") -> None:
         for name, layer in [*parent.named_children()]:
             if not isinstance(layer, nn.Linear):
                 continue
-            in_four_bits = cfg.load_in_4bit and parent not in encoder
-            frozen = nf4.Linear4bit(layer) if in_four_bits else layer
+            frozen = nf4.Linear4bit(layer) if cfg.load_in_4bit and parent not in encoder else layer
             setattr(parent, name, LoRALinear(frozen, cfg) if name in names else frozen)
 
 

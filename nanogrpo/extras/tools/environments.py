@@ -72,7 +72,7 @@ class Environments:
         if method is None:
             return None
 
-        def by_token(rewards: list, completion_ids: list, turns: list, **_: Any) -> list:
+        def by_token(rewards: list, /, completion_ids: list, turns: list, **_: Any) -> list:
             for i, reward in enumerate(rewards):
                 if isinstance(reward, list):
                     rewards[i] = [None] * len(completion_ids[i])

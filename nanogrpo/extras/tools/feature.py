@@ -76,12 +76,19 @@ class Tools(Feature):
         """Show the tools to the model. The chat template shows the tools to the model, so a plain
         text prompt becomes a message.
         """
+        for name in {"turns", self.environments and "environments"} & prompt.columns.keys():
+            raise UserError(f"reward functions get their own `{name}`: rename the column.")
         if not self.schemas:
             return
         if isinstance(prompt.text, str):
             prompt.text = [{"role": "user", "content": prompt.text}]
-        if variables.get("tools"):
-            raise UserError("it has its own `tools`: remove them, or leave out --tools.")
+        own = {name for name, x in variables.items() if x != self.cfg.chat_variables.get(name)}
+        # calls.py renders later turns, and prompts with observations, with the variables of the run
+        if own if self.environments else own - {"documents"}:
+            raise UserError(
+                f"its columns set {', '.join(sorted(own))} in the chat template: remove them, or "
+                "leave out --tools and --environment-factory."
+            )
         variables["tools"] = self.schemas
 
     def settings(self, cfg: Any, inputs: Inputs) -> None:

@@ -73,8 +73,8 @@ class Turns:
         if isinstance(answer, str):
             answer = self.tokenizer.encode(answer, special=False)
         ids = list(answer)[: self.room(sample)]
-        versions = [self.engine.version] * len(ids)
-        _append(sample, ids, [0.0] * len(ids), versions, is_model_token=False)
+        n = len(ids)
+        _append(sample, ids, [0.0] * n, [self.engine.version] * n, is_model_token=False)
 
     def text(self, sample: Sample) -> str:
         """Return the completion so far, without special tokens."""

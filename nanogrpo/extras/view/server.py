@@ -129,8 +129,7 @@ class Handler(BaseHTTPRequestHandler):
         if not path or not hmac.compare_digest(path[1].encode(), server.secret.encode()):
             return 404, TEXT, b"Open the address that nanogrpo view has printed.\n"
         if not path[2]:
-            html = "".join(page([], (), live=True))
-            return 200, "text/html; charset=utf-8", html.encode()
+            return 200, "text/html; charset=utf-8", "".join(page([], (), live=True)).encode()
         # the file may not exist, or no longer exist
         with server.lock, contextlib.suppress(OSError, UserError, IndexError):
             if path[2] == "index":

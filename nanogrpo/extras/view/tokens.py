@@ -75,8 +75,7 @@ class TokenLog(Feature):
         before = logp if update == 0 else torch.full_like(logp, math.nan)
         if old is not None and not self.cfg.old_from_engine:
             before = old
-        gap = before - batch.sampling_logp
-        columns = out.entropy, ratio, gap, gradient(batch, out, self.cfg)
+        columns = out.entropy, ratio, before - batch.sampling_logp, gradient(batch, out, self.cfg)
         self.parts.append((update, batch.sample, torch.stack([x.float() for x in columns])))
 
     def step(self, run: Run, step: int, samples: list[Sample]) -> None:

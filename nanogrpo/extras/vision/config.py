@@ -72,11 +72,7 @@ class VisionModelConfig(ModelConfig):
         check(where, "model_type", raw.get("model_type"), ["qwen3_vl"])
         text = raw["text_config"]
         angles = text.get("rope_scaling") or text.get("rope_parameters") or {}
-        given = {
-            **angles,
-            **raw["vision_config"],
-            "image_token_id": raw.get("image_token_id"),
-        }
+        given = {**angles, **raw["vision_config"], "image_token_id": raw.get("image_token_id")}
         for name, fixed in FIXED.items():
             check(where, name, given.get(name), [fixed, None])
         vision: dict[str, Any] = {
