@@ -150,9 +150,6 @@ def positions_of(lengths: Sequence[int]) -> tuple[torch.Tensor, StripAttention]:
     return positions, StripAttention(cu_seqlens, max(lengths))
 
 
-PROMPT, COMPLETIONS = 5, [4, 1, 7]  # lengths
-
-
 def random_batch(
     pairs: Sequence[tuple[int, int]], vocab_size: int = 151, seed: int = 0, off_policy: bool = True
 ) -> PackedBatch:

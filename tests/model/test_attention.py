@@ -4,7 +4,6 @@ backend is chosen on request.
 The key/value cache is tested with the engine that owns it. Read next: test_decoder.py.
 """
 
-import itertools
 import sys
 import types
 
@@ -15,85 +14,15 @@ from torch.utils.checkpoint import checkpoint
 from nanogrpo import Config
 from nanogrpo.extras.sharding import shard
 from nanogrpo.extras.two_calls import calls_of, flash2, flash4
-from nanogrpo.extras.window import FULL, SLIDING, Windows
 from nanogrpo.model import gpu_attention
 from nanogrpo.model.gpu_attention import sdpa, triton, varlen
-from tests.conftest import (
-    COMPLETIONS,
-    PROMPT,
-    SOLO,
-    positions_of,
-    random_tokens,
-    refused,
-    tiny_model,
-)
+from tests.conftest import SOLO, refused
 from tests.kernels.masks import draw, exact, part, products, strip_of
 from tests.kernels.traffic import Traffic
 
+# --- the equation ---
 
-@pytest.mark.parametrize(("causal", "window"), [(True, 0), (False, 0), (True, 1), (True, 4)])
-@pytest.mark.parametrize(("H", "K"), [(4, 4), (4, 2), (6, 1)])
-def test_the_reference_attention_is_the_equation(H, K, causal, window):
-    strip = strip_of([[5], [1], [9]])
-    strip.causal = causal
-    q, k, v, dy = draw(strip, H, K, 8)
-    expected = exact(q, k, v, dy, strip, window)[0]
-    torch.testing.assert_close(strip(0, q, k, v, window).double(), expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("name", "layers"),
-    [
-        ("torch", None),
-        ("triton", None),
-        ("torch", Windows(3)),
-        ("torch", Windows(7, (SLIDING, FULL))),
-    ],
-)
-def test_completions_that_share_a_prompt_equal_those_that_repeat_it(name, layers, monkeypatch):
-    """Compares outputs and gradients. The keys of the prompt receive the sum of the completions'
-    gradients.
-    """
-    chosen = {"torch": sdpa, "triton": triton}[name]
-    monkeypatch.setenv("NANOGRPO_ATTENTION", name)
-    gpu_attention.backend.cache_clear()
-    assert gpu_attention.backend("cpu", torch.float32, 16) is chosen
-    model = tiny_model(layers=layers)
-    prompt, *completions = random_tokens(PROMPT + sum(COMPLETIONS)).split([PROMPT, *COMPLETIONS])
-    positions = torch.cat([torch.arange(PROMPT), *(PROMPT + torch.arange(n) for n in COMPLETIONS)])
-
-    def run(tokens, positions, attend, rows):
-        model.zero_grad()
-        out = model(tokens, positions, attend, torch.cat(rows))
-        out.square().sum().backward()
-        return out.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
-
-    ends = torch.tensor([0, PROMPT, *COMPLETIONS]).cumsum(0).tolist()
-    rows = [torch.arange(a, b) for a, b in itertools.pairwise(ends[1:])]
-    shared, gradients = run(
-        torch.cat((prompt, *completions)), positions, strip_of([[PROMPT, *COMPLETIONS]]), rows
-    )
-
-    lengths = [PROMPT + n for n in COMPLETIONS]
-    ends = torch.tensor(lengths).cumsum(0).tolist()
-    rows = [torch.arange(end - n, end) for end, n in zip(ends, COMPLETIONS)]
-    tokens = torch.cat([torch.cat((prompt, mine)) for mine in completions])
-    repeated, expected = run(tokens, *positions_of(lengths), rows)
-
-    torch.testing.assert_close(shared, repeated, rtol=0, atol=1e-5)
-    for name in expected:
-        error = (gradients[name] - expected[name]).abs().max()
-        assert error <= 1e-5 * expected[name].abs().max(), name
-
-
-@pytest.fixture(autouse=True)
-def no_cache():
-    yield
-    gpu_attention.backend.cache_clear()
-
-
-# --- shared prompts in two calls ---
-
+ALONE = [[5], [1], [9]]
 # plain sequences before, between and after the groups; an empty completion
 GROUPS = [[[5, 4, 1, 7]], [[3], [4, 2, 0, 3], [1], [2], [6, 1, 1], [2]], [[3], [1], [4]]]
 
@@ -158,15 +87,21 @@ def installed(monkeypatch):
         yield found
 
 
-@pytest.mark.parametrize("fast", [flash2, flash4, sdpa])
-@pytest.mark.parametrize("groups", GROUPS)
-def test_two_calls_are_one(fast, groups, installed):
+@pytest.mark.parametrize(
+    ("fast", "window"), [(flash2, 0), (flash4, 0), (sdpa, 0), (sdpa, 1), (sdpa, 4)]
+)
+@pytest.mark.parametrize(("H", "K"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("groups", [*GROUPS, ALONE])
+def test_attention_in_one_call_and_in_two_is_the_equation(groups, H, K, fast, window, installed):
     """In float64, gradients included."""
     strip = strip_of(groups)
-    q, k, v, dy = (x.double() for x in draw(strip, 4, 2, 8))
+    strip.causal = groups != ALONE
+    more = (window,) if window else ()
+    q, k, v, dy = (x.double() for x in draw(strip, H, K, 8))
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    out = fast(*inputs, strip)
-    for got, want in zip([out, *torch.autograd.grad(out, inputs, dy)], exact(q, k, v, dy, strip)):
+    out = fast(*inputs, strip, *more)
+    expected = exact(q, k, v, dy, strip, window)
+    for got, want in zip([out, *torch.autograd.grad(out, inputs, dy)], expected):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     for at in calls_of(strip):
         assert at.cu_q[-1] == at.cu_k[-1] == len(q)  # every row gets an output and gradients
@@ -205,6 +140,10 @@ def test_a_backend_is_chosen_on_request(monkeypatch):
     chosen = gpu_attention.backend.__wrapped__  # without the cache
 
     assert chosen("cuda", torch.bfloat16) is varlen
+    assert chosen("cpu", torch.float32, 16) is sdpa
+    monkeypatch.setenv("NANOGRPO_ATTENTION", "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert chosen("cpu", torch.float32, 16) is triton
     for name, fast in (("two-call", flash2), ("flash4", flash4)):
         monkeypatch.setenv("NANOGRPO_ATTENTION", name)
         assert chosen("cuda", torch.bfloat16) is fast

@@ -22,8 +22,6 @@ from nanogrpo.model.decoder import Decoder, logits
 from nanogrpo.run import optim
 from nanogrpo.types import Prompt, Sample
 from tests.conftest import (
-    COMPLETIONS,
-    PROMPT,
     SOLO,
     packed,
     positions_of,
@@ -35,6 +33,7 @@ from tests.kernels.masks import strip_of
 from tests.kernels.traffic import Traffic
 from tests.model.peers import CONFIGS
 
+PROMPT, COMPLETIONS = 5, [4, 1, 7]  # lengths
 T = PROMPT + sum(COMPLETIONS)
 # every completion starts at the state of the prompt's last token
 ROWS = torch.tensor([4, 5, 6, 7, 4, 4, 10, 11, 12])

@@ -1,22 +1,19 @@
-"""Frequencies, angles and logits with RoPE scaling equal those of transformers, whichever way a
-config.json describes the scaling.
+"""Frequencies and angles with RoPE scaling equal those of transformers, whichever way a config.json
+describes the scaling.
 
 Read next: test_bad_input.py, where other kinds of scaling are refused.
 """
 
 import copy
 
-import pytest
 import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from nanogrpo.model import checkpoint, rope
+from nanogrpo.model import rope
 from nanogrpo.model.hf_config import ModelConfig
-from tests.conftest import edit_json, positions_of, random_tokens, tiny_model
-from tests.model.peers import CONFIGS, hugging_face, peer, theirs_alone
 
 SHAPE = {
     "model_type": "llama",
@@ -102,30 +99,3 @@ def test_frequencies_and_angles_equal_transformers(size, context, fields):
         for table, function in ((cos, torch.cos), (sin, torch.sin)):
             mine = function(angles) * factor
             torch.testing.assert_close(mine, table[0, :, : size // 2], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-        {"type": "linear", "factor": 2.0},
-        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4},
-        {"rope_type": "default", "rope_theta": 500.0},
-    ],
-    ids=lambda fields: fields.get("rope_type", "linear"),
-)
-def test_scaling_that_a_user_adds_to_a_saved_model_takes_effect(tmp_path, name, scaling):
-    """transformers 5 writes rope_parameters, but users add rope_scaling, as Qwen's guide says."""
-    model = tiny_model(CONFIGS[name], seed=2)
-    peer(model).save_pretrained(tmp_path)
-    written = edit_json(tmp_path / "config.json", rope_scaling=scaling)
-    assert written["rope_parameters"]["rope_type"] == "default"
-    tokens = random_tokens(40)
-    positions, attend = positions_of([40])
-    with torch.no_grad():
-        expected = theirs_alone(hugging_face(tmp_path), tokens, positions)
-        found = checkpoint.load_model(tmp_path)(tokens, positions, attend)
-        plain = model(tokens, positions, attend)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    assert (found - plain).abs().max() > 0.1
