@@ -9,14 +9,12 @@ import sys
 
 import pytest
 import torch
-from nanogrpo.kernels.reference.policy import LossInputs
 
 import nanogrpo.kernels
 from nanogrpo.model import dispatch
 from nanogrpo.model import head as ops
 from tests.conftest import refused
-from tests.kernels import autograd
-from tests.model.head_inputs import CLIP, M, draw
+from tests.model.head_inputs import CLIP, draw
 
 pytestmark = pytest.mark.usefixtures("reference_ops")
 
@@ -28,14 +26,11 @@ def test_backward_twice_is_right_and_differentiating_twice_raises():
     once = hidden.grad.clone()
     (2 * loss).backward()
     torch.testing.assert_close(hidden.grad, 3 * once)
-    logp = torch.zeros(M, dtype=torch.float64, requires_grad=True)
-    on_policy = LossInputs(inputs.advantage, inputs.weight)
-    for loss, x in [
-        (ops.head_policy_loss(hidden, head, targets, on_policy, CLIP).loss, hidden),
-        (ops.head_logp(hidden, head, targets)[0].sum(), hidden),
-        (autograd.policy_loss(logp, on_policy, CLIP).loss, logp),
-    ]:
-        (grad,) = torch.autograd.grad(loss**2, x, create_graph=True)
+    for loss in (
+        ops.head_policy_loss(hidden, head, targets, inputs, CLIP).loss,
+        ops.head_logp(hidden, head, targets)[0].sum(),
+    ):
+        (grad,) = torch.autograd.grad(loss**2, hidden, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             grad.pow(2).sum().backward()
 

@@ -40,21 +40,9 @@ def test_the_gradient_equals_that_of_the_dense_formulation(shape):
     for name in [n.removesuffix(".lora_A") for n in pairs if n.endswith(".lora_A")]:
         delta = pairs[f"{name}.lora_B"] @ pairs[f"{name}.lora_A"]
         weights[f"{name}.weight"] = weights[f"{name}.weight"].detach() + 10 / 4 * delta
-    tied = model.cfg.tie_word_embeddings
-    head = weights["model.embed_tokens.weight" if tied else "lm_head.weight"]
-
-    def dense(hidden, _):
-        logp = torch.log_softmax(hidden @ head.T, -1)[
-            torch.arange(len(batch.targets)), batch.targets
-        ]
-        ratio = (logp - batch.old_logp).exp()
-        held = torch.minimum(ratio * batch.advantage, ratio.clamp(0.8, 1.2) * batch.advantage)
-        return -(batch.weight * held).sum()
-
-    attend = positions_of([12, 9, 16])[1]
-    functional_call(
-        plain, weights, (batch.tokens, batch.positions, attend, batch.rows, dense)
-    ).backward()
+    attend, loss = positions_of([12, 9, 16])[1], grpo.objective(batch, LORA)
+    arguments = batch.tokens, batch.positions, attend, batch.rows, loss
+    functional_call(plain, weights, arguments).loss.backward()
     found = gradient(model, batch, LORA)
     assert found.keys() == pairs.keys()
     assert len(found) == 2 * 2 * len(LORA_TARGETS)

@@ -29,7 +29,7 @@ from nanogrpo.model import checkpoint, weights
 from nanogrpo.model.decoder import Decoder
 from tests.conftest import random_batch, refused, write_base
 from tests.model import lora_models
-from tests.model.lora_models import batch_in_float64, gradient, logits, nudge
+from tests.model.lora_models import gradient, logits, nudge
 from tests.model.peers import theirs
 from tests.run.allocator import most_at_once
 from tests.run.test_memory import Live
@@ -54,26 +54,9 @@ def as_in_bitsandbytes(weight: torch.Tensor) -> torch.Tensor:
     return bnb.functional.dequantize_4bit(packed, state).view(weight.shape)
 
 
-def dequantized(base: Path, cfg: Config = PLAIN) -> Decoder:
-    """Load a checkpoint with adapters on float weights that bitsandbytes has rounded."""
-    model = loaded(base, dataclasses.replace(cfg, load_in_4bit=False))
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name.endswith(tuple(f"{target}.weight" for target in LORA_TARGETS)):
-                p.copy_(as_in_bitsandbytes(p))
-    return model
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
     return write_base(tmp_path_factory.mktemp("nf4") / "base", **SHAPE)
-
-
-@pytest.fixture(scope="module")
-def qwen2(tmp_path_factory) -> Path:
-    """With biases, a tied head, and matrices whose rows are not whole blocks."""
-    folder = tmp_path_factory.mktemp("nf4") / "qwen2"
-    return write_base(folder, model_type="qwen2", tie_word_embeddings=True)
 
 
 def bitsandbytes_model(folder: Path, config: dict | None = None):
@@ -103,19 +86,6 @@ def test_the_weights_are_those_of_bitsandbytes(base):
     for name, weight in found.items():
         exact = as_in_bitsandbytes(expected[name]) if name in rounded else expected[name]
         assert torch.equal(weight, exact), name
-
-
-@pytest.mark.parametrize("name", ["base", "qwen2"])
-def test_the_gradients_are_those_of_a_dequantized_model_in_float64(name, request):
-    folder = request.getfixturevalue(name)
-    batch = batch_in_float64(vocab_size=104)
-    expected = gradient(dequantized(folder).double(), batch, FOUR)
-    found = gradient(loaded(folder).double(), batch, FOUR)
-    assert found.keys() == expected.keys()
-    assert len(found) == 2 * 2 * len(LORA_TARGETS)
-    for n, g in found.items():
-        torch.testing.assert_close(g, expected[n], rtol=1e-9, atol=1e-12)
-        assert g.abs().max() > 1e-6
 
 
 def test_bytes_that_fsdp_has_cast_to_bfloat16_give_the_same_weights(base):

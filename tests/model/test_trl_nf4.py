@@ -14,15 +14,15 @@ from nanogrpo.extras.lora import adapters
 from tests.conftest import write_base
 from tests.grpo.alike import assert_trains_alike
 from tests.model.lora_models import loaded, nudge
-from tests.model.test_nf4 import bitsandbytes_model
+from tests.model.test_nf4 import KINDS, SHAPE, bitsandbytes_model
 
 # of TRL to transformers, not of ours
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
-def test_loss_and_gradients_of_the_adapters(tmp_path, loss_type):
-    base = write_base(tmp_path / "base", hidden_size=64, intermediate_size=320)
+@pytest.mark.parametrize(("loss_type", "kind"), [("dapo", "plain"), ("grpo", "biases")])
+def test_loss_and_gradients_of_the_adapters(tmp_path, loss_type, kind):
+    base = write_base(tmp_path / "base", **SHAPE, **KINDS[kind])
     cfg = config(
         loss_type=loss_type,
         temperature=0.7,
