@@ -8,15 +8,16 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import train
 from nanogrpo import Config
-from nanogrpo.distributed.world import World, join
+from nanogrpo.distributed.world import Spread, join
 from nanogrpo.errors import UserError
 from nanogrpo.run import output
 from nanogrpo.types import Prompt, Sample
-from tests.conftest import refused
+from tests.conftest import SOLO, refused
 from tests.ranks import PATIENCE, argv, free_port, run, start
 
 # --- not even begun ---
@@ -88,11 +89,31 @@ def alone_and_in_vain() -> str:
 
 
 def test_a_world_of_one_agrees_with_itself():
-    world = World(0, 1, None)
-    assert world.any(True)
-    assert not world.any()
+    assert SOLO.any(True)
+    assert not SOLO.any()
     with refused("alas"):
-        world.any(error=UserError("alas"))
+        SOLO.any(error=UserError("alas"))
+
+
+# --- spreads of vectors ---
+
+
+def spread() -> dict[str, Spread]:
+    with join(Config(device="cpu")) as world:
+        values = torch.arange(-world.rank, 3.0 + world.rank)
+        return world.spreads(
+            {"a": values, "only here": torch.ones(world.rank), "nowhere": torch.ones(0)}
+        )
+
+
+def test_spreads_are_those_of_the_values_of_all_ranks():
+    both = {"a": Spread(8, 8.0, -1.0, 3.0), "only here": Spread(1, 1.0, 1.0, 1.0)}
+    assert run(2, spread) == [both, both]
+
+
+def test_a_mean_of_many_float32_values_keeps_its_digits():
+    values = torch.full((1_000_000,), 0.1)
+    assert SOLO.spreads({"a": values})["a"].mean == pytest.approx(values[0].item(), rel=1e-12)
 
 
 # --- samples that change rank ---
@@ -131,6 +152,5 @@ def exchanged() -> None:
 
 def test_a_sample_is_sent_only_to_the_ranks_that_train_on_it():
     run(3, exchanged)
-    alone = World(0, 1, None)
     sample = Sample(Prompt(0, "", [1]), 0, [2], [-0.5], True, [0])
-    assert alone.exchange([sample, sample], [{0}]) == {0: sample}
+    assert SOLO.exchange([sample, sample], [{0}]) == {0: sample}

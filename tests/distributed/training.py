@@ -29,9 +29,9 @@ from nanogrpo.model.decoder import Decoder
 from nanogrpo.run import optim
 from nanogrpo.run import setup as parts
 from nanogrpo.types import Prompt, Sample
+from tests.conftest import SOLO
 
 LIMIT = 1e-6
-ALONE = World(0, 1, torch.device("cpu"))
 
 
 # With mask_truncated_completions only these samples are trained: fewer than ranks, and none in the
@@ -75,7 +75,7 @@ def generation(step: int) -> list[Sample]:
 
 
 def train_steps(
-    base: Path, options: dict, world: World = ALONE, scale: LossScale | None = None
+    base: Path, options: dict, world: World = SOLO, scale: LossScale | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the full gradient of the first update, and the parameters after the last step.
     scale: the loss scale of a run in float16.

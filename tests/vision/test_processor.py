@@ -1,5 +1,8 @@
-"""Patches, grids, token ids and positions are those of transformers' processor without torchvision,
-bit for bit; what cannot be processed is one sentence. Read next: test_model.py.
+"""Pixels, grids, sizes and settings are those of transformers' processor without torchvision, bit for
+bit; what cannot be processed is one sentence.
+
+Token ids are compared in test_trl_vision.py, and positions by the logits in test_model.py. Read
+next: test_model.py.
 """
 
 import dataclasses
@@ -13,13 +16,10 @@ import torch
 import transformers
 from PIL import Image
 from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pil
-from transformers.models.qwen3_vl import Qwen3VLProcessor
 
 from nanogrpo.extras.vision.data import decoded
 from nanogrpo.extras.vision.processor import Settings, prepare, smart_resize
-from nanogrpo.model.tokenizer import Tokenizer
 from tests.conftest import edit_json, refused
-from tests.vision.base import TEMPLATE
 from tests.vision.tiny import SETTINGS, TOKEN, picture, png, prompt, to_dict
 
 # the settings of the published models
@@ -109,48 +109,6 @@ def test_sizes_are_those_of_transformers(height, width, settings):
 
 
 # --- prompts ---
-
-
-class Processor(Qwen3VLProcessor):
-    """Without its video processor, which needs torchvision."""
-
-    def check_argument_for_proper_class(self, name, argument):
-        return None if argument is None else super().check_argument_for_proper_class(name, argument)
-
-
-def test_token_ids_of_a_conversation_are_those_of_transformers(base):
-    pictures = [picture(21, 30), picture(9, 40, seed=1), picture(16, 8, seed=2)]
-    image = {"type": "image", "image": "x.png"}
-    messages = [
-        {"role": "user", "content": [image, {"type": "text", "text": "compare with"}, image]},
-        {"role": "assistant", "content": [{"type": "text", "text": "please"}]},
-        {"role": "user", "content": [{"type": "text", "text": "and these"}, image]},
-    ]
-    settings = Settings.read(base)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-    full = Processor(theirs(settings), tokenizer, None, chat_template=TEMPLATE)
-    text = full.apply_chat_template(messages, add_generation_prompt=True)
-    expected = full(text=[text], images=pictures, return_tensors="pt")
-
-    ours = Tokenizer(base)
-    ids = ours.encode(ours.render(messages))
-    ids, found = prepare(ids, [png(p) for p in pictures], settings)
-    assert ids == expected["input_ids"][0].tolist()
-    assert found.grid == [*map(tuple, expected["image_grid_thw"].tolist())]
-    assert torch.equal(found.pixels, expected["pixel_values"])
-    types = expected["mm_token_type_ids"][0]
-    assert found.rows.tolist() == types.nonzero().flatten().tolist()
-
-    theirs_model = transformers.AutoModelForImageTextToText.from_pretrained(base)
-    positions, next_minus_length = theirs_model.model.get_rope_index(
-        expected["input_ids"], types[None], expected["image_grid_thw"]
-    )
-    shifted = positions[:, 0] - next_minus_length
-    Q = found.positions.shape[1]
-    assert torch.equal(found.positions, shifted[:, :Q])
-    rest = torch.arange(Q, len(ids)).expand(3, -1)  # ordinary positions
-    assert torch.equal(rest, shifted[:, Q:])
-    assert 0 <= found.positions.min() <= found.positions.max() < len(ids)
 
 
 def test_pixels_made_while_sampling_can_be_trained_on():

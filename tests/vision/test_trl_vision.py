@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl import Qwen3VLProcessor
 from trl.trainer.utils import add_fused_lm_head
 
 from bench import trl_peer
@@ -22,10 +23,16 @@ from nanogrpo.model import checkpoint
 from tests.conftest import said, set_logp
 from tests.grpo.alike import assert_trains_alike
 from tests.vision.base import prompts_of
-from tests.vision.test_processor import Processor
 
 # of TRL to transformers, not of ours
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+class Processor(Qwen3VLProcessor):
+    """Without its video processor, which needs torchvision."""
+
+    def check_argument_for_proper_class(self, name, argument):
+        return None if argument is None else super().check_argument_for_proper_class(name, argument)
 
 
 class Peer(trl_peer.Peer):

@@ -123,12 +123,6 @@ def test_a_server_with_another_encoder_is_refused(fake, field):
         engine_of(fake, model=MODEL, load=False)
 
 
-def test_a_server_without_an_encoder_is_refused(fake):
-    fake.facts["config"] = tiny_model().cfg.to_dict()
-    with refused(r"model_type .qwen3. is not supported; it must be"):
-        engine_of(fake, model=MODEL, load=False)
-
-
 # --- a real server ---
 
 
