@@ -1,4 +1,4 @@
-"""Strips for the tests of attention, and attention with an explicit mask in float64.
+"""Strips and pages for the tests of attention, and attention with an explicit mask in float64.
 
 Read next: test_attention.py.
 """
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from nanogrpo.model.attention import StripAttention
+
+PAGE = 16
 
 
 def strip_of(groups: Sequence[Sequence[int]], shared: bool = True) -> StripAttention:
@@ -35,6 +37,31 @@ def strip_of(groups: Sequence[Sequence[int]], shared: bool = True) -> StripAtten
     if not any(sees):
         return StripAttention(tensors[0], max(lengths))
     return StripAttention(tensors[0], max(lengths), tensors[1], keys, max(map(len, rows)))
+
+
+def moved(strip: StripAttention, device: str) -> StripAttention:
+    """Move the tensors of a strip to a device, and return the strip."""
+    for name, x in vars(strip).items():
+        setattr(strip, name, x.to(device) if isinstance(x, Tensor) else x)
+    return strip
+
+
+def pages_of(past: Sequence[Tensor], generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return the pages of rows with these keys and values [2, n, K, E], in a random order.
+
+    Returns a table, with two rows more than are decoded, and pages [2, P, K, PAGE, E]. The pages
+    have NaN wherever no token is, and a place for the newest token of each row.
+    """
+    used = [x.shape[1] // PAGE + 1 for x in past]
+    order = (1 + torch.randperm(sum(used), generator=generator)).split(used)
+    table = torch.zeros(len(past) + 2, max(used) + 1, dtype=torch.int32)
+    _, _, K, E = past[0].shape
+    pages = torch.full((2, 1 + sum(used), K, PAGE, E), torch.nan)
+    for row, mine in enumerate(order):
+        table[row, : len(mine)] = mine
+        for i, token in enumerate(past[row].unbind(1)):
+            pages[:, mine[i // PAGE], :, i % PAGE] = token
+    return table, pages
 
 
 def visible(strip: StripAttention, window: int = 0) -> Tensor:

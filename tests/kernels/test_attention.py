@@ -12,7 +12,7 @@ import torch
 from nanogrpo.model.gpu_attention import sdpa
 from tests.conftest import CUDA, DEVICE
 from tests.kernels import aot
-from tests.kernels.masks import draw, exact, strip_of
+from tests.kernels.masks import draw, exact, moved, strip_of
 from tests.kernels.test_contracts import reports
 
 kernels = importlib.import_module("nanogrpo.kernels.triton.attention")
@@ -28,9 +28,7 @@ def results(function, strip, dtype, *shape):
     """Return output and gradients, and the same in float64 of the same numbers."""
     *inputs, dy = (x.to(DEVICE, dtype).requires_grad_() for x in draw(strip, *shape))
     truth = exact(*inputs, dy, strip)
-    for name, x in vars(strip).items():
-        setattr(strip, name, x.to(DEVICE) if isinstance(x, torch.Tensor) else x)
-    out = function(*inputs, strip)
+    out = function(*inputs, moved(strip, DEVICE))
     return [out, *torch.autograd.grad(out, inputs, dy)], truth
 
 

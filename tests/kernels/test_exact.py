@@ -10,16 +10,17 @@ import functools
 import numpy as np
 import pytest
 import torch
-from nanogrpo.kernels.reference.attention import Strip, attention
 from nanogrpo.kernels.triton import exact as triton
 
 from nanogrpo.extras import head_dtype
 from nanogrpo.extras.bitwise import paged_attention, strip_attention
 from nanogrpo.kernels import exact, reference
 from tests.conftest import DEVICE
+from tests.kernels.masks import draw, moved, pages_of, strip_of
+from tests.kernels.masks import exact as equation
 
 BOTH = pytest.mark.parametrize("how", [exact, triton], ids=["cpu", "triton"])
-PROMPT, LENGTHS, PAGE = 35, (1, 17, 40), 16  # one prompt, and its completions
+PROMPT, LENGTHS = 35, (1, 17, 40)  # one prompt, and its completions
 
 
 @pytest.fixture(autouse=True)
@@ -65,47 +66,25 @@ def test_a_long_row_has_the_same_log_prob_alone_also_with_two_threads():
 @BOTH
 @pytest.mark.parametrize(("H", "K", "E"), [(4, 2, 16), (3, 1, 24)])
 def test_a_query_has_the_same_bits_in_a_strip_and_in_the_cache(how, H, K, E):
-    g = torch.Generator().manual_seed(0)
-    lengths = [PROMPT, *LENGTHS]
-    own = torch.arange(sum(lengths)).split(lengths)
-    kv = [own[0], *(torch.cat((own[0], rows)) for rows in own[1:])]  # all see the prompt
-    q = torch.randn(sum(lengths), H, E, generator=g)
-    k, v = torch.randn(2, sum(lengths), K, E, generator=g)
-
-    def ends(rows) -> torch.Tensor:
-        return torch.tensor([0, *map(len, rows)]).cumsum(0).int()
-
-    strip = Strip(ends(own), PROMPT, torch.cat(kv), ends(kv), PROMPT + max(LENGTHS))
-    wide = [x.double() for x in (q, k, v)]
+    strip = strip_of([[PROMPT, *LENGTHS]])
+    q, k, v, dy = draw(strip, H, K, E)
+    expected = equation(q, k, v, dy, strip)[0]
+    kv = strip.kv_rows.split(strip.bounds.cu_k.diff().tolist())  # all see the prompt
     on = [x.to(DEVICE) for x in (q, k, v)]
-    strip = Strip(*(x.to(DEVICE) if torch.is_tensor(x) else x for x in vars(strip).values()))
-    y = strip_attention(how.attend, *on, strip).cpu()
-    expected = attention(*wide, Strip(ends(own), PROMPT, torch.cat(kv), ends(kv), 75))
+    y = strip_attention(how.attend, *on, moved(strip, DEVICE)).cpu()
     torch.testing.assert_close(y.double(), expected, rtol=0, atol=2e-6)
     # each completion in a strip of its own, with a copy of the prompt
     for rows in kv:
-        alone = Strip(ends([rows]).to(DEVICE), len(rows))
+        alone = moved(strip_of([[len(rows)]]), DEVICE)
         again = strip_attention(how.attend, *(x[rows].contiguous() for x in on), alone).cpu()
         assert torch.equal(again, y[rows])
     # the last token of each sequence, in a decode step
-    pages = [-(-len(rows) // PAGE) for rows in kv]
-    table = torch.zeros(len(kv), max(pages) + 1, dtype=torch.int32)
-    order = (1 + torch.randperm(sum(pages), generator=g)).split(pages)
-    cache = torch.full((2, 1 + sum(pages), K, PAGE, E), torch.nan)
-    for row, (rows, mine) in enumerate(zip(kv, order)):
-        table[row, : len(mine)] = mine
-        for i, token in enumerate(rows[:-1]):
-            cache[:, mine[i // PAGE], :, i % PAGE] = torch.stack((k[token], v[token]))
+    past = [torch.stack((k[rows[:-1]], v[rows[:-1]])) for rows in kv]
+    table, pages = pages_of(past, torch.Generator().manual_seed(0))
     last = torch.stack([rows[-1] for rows in kv])
-    positions = torch.tensor([len(rows) - 1 for rows in kv])
-    step = functools.partial(paged_attention, how.attend)
-    newest = (x[last.to(DEVICE)] for x in on)
+    where = torch.tensor([len(rows) - 1 for rows in kv]), table, *pages
     one = torch.ones(len(last), 1, E, device=DEVICE)
-    got = step(
-        *newest,
-        (None, None, one, 0 * one, 1e-6),
-        positions.to(DEVICE),
-        table.to(DEVICE),
-        *cache.to(DEVICE),
-    )
+    rotation = None, None, one, 0 * one, 1e-6
+    newest = (x[last] for x in on)
+    got = paged_attention(how.attend, *newest, rotation, *(x.to(DEVICE) for x in where))
     assert torch.equal(got.cpu(), y[last])

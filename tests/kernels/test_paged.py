@@ -11,8 +11,8 @@ from nanogrpo.kernels.triton import paged, sample
 from nanogrpo.kernels import reference
 from tests.conftest import CUDA, DEVICE
 from tests.kernels.inputs import ULP, UNIT, as_exact_as_eager
+from tests.kernels.masks import PAGE, pages_of
 
-PAGE = 16
 # first token; last place of a page; first place of a page; several pages
 POSITIONS = (0, PAGE - 1, PAGE, 3 * PAGE + 5)
 
@@ -21,23 +21,14 @@ def inputs(H, K, E, dtype):
     """Return queries, keys, values, norms and angles, positions, a table, and pages. The pages have
     NaN wherever no token is.
     """
-    g = torch.Generator().manual_seed(0)
-    b, positions = len(POSITIONS), torch.tensor(POSITIONS)
-    used = [-(-(p + 1) // PAGE) for p in POSITIONS]
-    order = (1 + torch.randperm(sum(used), generator=g)).split(used)
-    table = torch.zeros(b + 2, max(used) + 1, dtype=torch.int32)  # more rows than are decoded
-    keys, values = (torch.full((1 + sum(used), K, PAGE, E), torch.nan) for _ in range(2))
-    for row, pages in enumerate(order):
-        table[row, : len(pages)] = pages
-        for position in range(POSITIONS[row]):
-            page, place = pages[position // PAGE], position % PAGE
-            keys[page, :, place], values[page, :, place] = torch.randn(2, K, E, generator=g)
+    g, b = torch.Generator().manual_seed(0), len(POSITIONS)
+    table, pages = pages_of([torch.randn(2, p, K, E, generator=g) for p in POSITIONS], g)
     # as in a product of q, k and v: the heads of a row are adjacent, rows are further apart
     joint = torch.randn(b, (H + 2 * K) * E, generator=g).to(DEVICE, dtype)
     q, k, v = (x.unflatten(1, (-1, E)) for x in joint.split([H * E, K * E, K * E], dim=1))
     norms = list((1 + torch.randn(2, E, generator=g)).to(DEVICE, dtype)) if K > 1 else [None, None]
     angles = torch.randn(b, 1, E // 2, generator=g).repeat(1, 1, 2).to(DEVICE)
-    rest = positions, table, keys.to(dtype), values.to(dtype)
+    rest = torch.tensor(POSITIONS), table, *pages.to(dtype)
     rotation = *norms, angles.cos(), angles.sin(), 1e-6
     return q, k, v, rotation, *(x.to(DEVICE) for x in rest)
 

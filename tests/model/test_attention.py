@@ -17,7 +17,7 @@ from nanogrpo.extras.two_calls import calls_of, flash2, flash4
 from nanogrpo.model import gpu_attention
 from nanogrpo.model.gpu_attention import sdpa, triton, varlen
 from tests.conftest import SOLO, refused
-from tests.kernels.masks import draw, exact, part, products, strip_of
+from tests.kernels.masks import draw, exact, moved, part, products, strip_of
 from tests.kernels.traffic import Traffic
 
 # --- the equation ---
@@ -188,8 +188,7 @@ def test_fast_backends_agree_with_the_equation(fast, window, shared, causal):
     strip.causal = causal
     more = (window,) if window else ()
     truth = exact(*draw(strip, 8, 2, 128), strip, *more)
-    for name, x in vars(strip).items():
-        setattr(strip, name, x.cuda() if isinstance(x, torch.Tensor) else x)
+    moved(strip, "cuda")
     *inputs, dy = (x.cuda().bfloat16().requires_grad_() for x in draw(strip, 8, 2, 128))
     found = []
     for backend in (fast, sdpa):

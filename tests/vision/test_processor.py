@@ -1,5 +1,5 @@
-"""Pixels, grids, sizes and settings are those of transformers' processor without torchvision, bit for
-bit; what cannot be processed is one sentence.
+"""Pixels, grids, sizes and settings are those of transformers' processor without torchvision, bit
+for bit; what cannot be processed is one sentence.
 
 Token ids are compared in test_trl_vision.py, and positions by the logits in test_model.py. Read
 next: test_model.py.

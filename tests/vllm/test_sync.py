@@ -4,14 +4,13 @@ transports between processes.
 With vLLM: test_real.py.
 """
 
-import dataclasses
 import json
 import math
 import resource
-from multiprocessing.connection import Connection
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -29,7 +28,7 @@ from nanogrpo.vllm.buckets import (
 )
 from nanogrpo.vllm.sync import WeightSync
 from tests.conftest import refused, tiny_model
-from tests.ranks import PATIENCE, SERVER, run
+from tests.ranks import run
 from tests.vllm.real import train_a_little
 
 # --- the layout ---
@@ -129,59 +128,44 @@ def test_gathers_from_fsdp_shards_have_the_bits_of_the_full_model():
     assert all(run(2, gather_on_two_ranks))
 
 
-def receive(connection) -> None:
-    """Do what the worker does with a trainer's connection data and one update."""
-    connection.send("imported")
-    info, cpu = InitInfo(**connection.recv()), torch.device("cpu")
-    if info.transport == "memory":
-        buckets = [attach(h, n, cpu) for h, n in zip(info.handles, info.plan.sizes)]
-    else:
-        group = BroadcastGroup(info, 1, cpu)
-        connection.send("joined")
-        connection.recv()
-        buckets = [torch.empty(n, dtype=torch.uint8) for n in info.plan.sizes]
-        group.send(buckets)
-    sums = {
-        n: t.double().sum().item() for i, b in enumerate(buckets) for n, t in info.plan.views(b, i)
-    }
-    connection.send(sums)
-
-
-@dataclasses.dataclass(eq=False)
 class Peer:
-    """A server that passes the connection data to another process and waits until it has joined."""
+    """A server in the process of rank 1."""
 
-    connection: Connection
-    reached_from: str = "127.0.0.1"
-    group: BroadcastGroup | None = None
+    reached_from, group = "127.0.0.1", None
 
-    def post(self, path, body=None):
-        self.connection.send(body["init_info"])
-        if body["init_info"]["transport"] == "broadcast":
-            assert self.connection.recv() == "joined"
+    def post(self, path, body):
+        dist.broadcast_object_list([body["init_info"]])
+
+
+def both_ends(transport: str) -> dict[str, float]:
+    """Send a model's weights, or do what the worker does. Return the sum of each parameter."""
+    with join(Config(device="cpu")) as world:
+        peer, model, found = Peer(), tiny_model(), [None]
+        if world.main:
+            sync = WeightSync(model, "float32", world.device, bucket_bytes=4096)
+            sync.gather(model)
+            sync.connect(peer, transport, workers=1)
+            if transport == "broadcast":
+                peer.group.send(sync.buckets)
+            tensors = model.named_parameters()
+        else:
+            dist.broadcast_object_list(found)
+            info = InitInfo(**found[0])
+            handles, sizes = info.handles, info.plan.sizes
+            buckets = [attach(h, n, world.device) for h, n in zip(handles, sizes)]
+            if transport == "broadcast":
+                buckets = [torch.empty(n, dtype=torch.uint8) for n in sizes]
+                BroadcastGroup(info, 1, world.device).send(buckets)
+            tensors = (pair for i, b in enumerate(buckets) for pair in info.plan.views(b, i))
+        sums = {name: t.double().sum().item() for name, t in tensors}
+        dist.barrier()  # shared memory ends with its process
+        return sums
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "memory"])
 def test_buckets_reach_another_process(transport):
-    model = tiny_model()
-    ours, theirs = SERVER.Pipe()
-    process = SERVER.Process(target=receive, args=(theirs,))
-    process.start()
-    # the limits of the sync are not for the imports of the other process
-    assert ours.poll(PATIENCE)
-    assert ours.recv() == "imported"
-    peer, cpu = Peer(ours), torch.device("cpu")
-    sync = WeightSync(model, "float32", cpu, bucket_bytes=4096, timeout=120.0)
-    sync.gather(model)
-    sync.connect(peer, transport, workers=1)
-    if peer.group is not None:
-        ours.send("go")
-        peer.group.send(sync.buckets)
-    expected = {n: p.double().sum().item() for n, p in model.named_parameters()}
-    assert ours.poll(PATIENCE)
-    assert ours.recv() == expected
-    process.join(PATIENCE)
-    sync.disconnect(peer)
+    sent, received = run(2, both_ends, transport)
+    assert sent == received
 
 
 def test_a_limit_on_file_sizes_is_reported_in_one_sentence():
