@@ -150,8 +150,8 @@ def torchrun(*script: str, **env: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
 
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
+def until(true: Callable[[], object], seconds: float = PATIENCE) -> None:
+    deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "the condition did not become true in time"
         threading.Event().wait(0.02)

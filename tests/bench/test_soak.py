@@ -12,7 +12,7 @@ import pytest
 from bench import soak, tables
 from bench.soak_faults import MODES, STEPS
 from tests.conftest import write_base, write_rows
-from tests.vllm.fake import wait_until
+from tests.ranks import until
 
 
 def test_runs_with_a_fault_keep_every_promise(tmp_path):
@@ -52,7 +52,7 @@ def start_process(run, rows):
     run.patience = 0.0
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     subprocess.Popen(command, env=os.environ | {"SOAK": run.mark})
-    wait_until(run.commands)  # for a moment after it starts, it has no environment
+    until(run.commands)  # for a moment after it starts, it has no environment
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,8 @@ import torch
 from nanogrpo.kernels.reference.policy import LossInputs
 from nanogrpo.kernels.triton import fused_rows, log_softmax
 
-from nanogrpo.model import dispatch
-from nanogrpo.model import head as ops
 from tests.conftest import DEVICE
-from tests.kernels.inputs import CLIP, DTYPES, placed, rows_of_logits, small_blocks, token_vectors
+from tests.kernels.inputs import CLIP, placed, rows_of_logits, small_blocks, token_vectors
 
 KL = CLIP._replace(beta=0.1)
 ORDER = torch.tensor([3, 1, 5, 0, 2, 4])
@@ -63,32 +61,6 @@ def test_rows_repeated_and_permuted(dtype, wide):
     assert [v.dtype for v in first] == [f32, f32, f32, torch.int8, f32, dtype]
     assert _same(first, _visit(dtype, wide))
     assert _same([v[ORDER] for v in first], _visit(dtype, wide, ORDER))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_head_repeated_and_results_in_float32(dtype, monkeypatch):
-    monkeypatch.setattr(dispatch, "choice", "triton")
-    g = torch.Generator().manual_seed(1)
-    hidden, lm_head = (
-        torch.randn(n, 5, generator=g).to(dtype).to(DEVICE).requires_grad_() for n in (9, 33)
-    )
-    targets = torch.randint(33, (9,), generator=g).to(DEVICE)
-    _, inputs = token_vectors(9, 4)
-
-    def run():
-        out = ops.head_policy_loss(hidden, lm_head, targets, inputs, KL, temperature=0.7, chunk=4)
-        logp, entropy = ops.head_logp(hidden, lm_head, targets, 0.7, chunk=4)
-        values = [out.loss, out.logp, out.entropy, out.kl, logp, entropy]
-        assert {v.dtype for v in values} == {torch.float32}
-        return values + [
-            gradient
-            for root in (out.loss, (logp + entropy).sum())
-            for gradient in torch.autograd.grad(root, (hidden, lm_head))
-        ]
-
-    first = run()
-    assert {v.dtype for v in first[-4:]} == {dtype}
-    assert _same(first, run())
 
 
 def test_offsets_pass_two_to_the_31():

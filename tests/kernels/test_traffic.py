@@ -1,5 +1,4 @@
-"""Contract: the kernels of a decoder block move at most half of the bytes of PyTorch's functions,
-in few launches.
+"""Contract: kernels of a decoder block move the bytes that kernels/README.md says, in few launches.
 
 The counts come from meta tensors (traffic.py); times need a GPU. Read next: test_contracts.py.
 """
@@ -20,13 +19,6 @@ block_traffic = functools.cache(block_traffic)
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_block_moves_at_most_half_of_the_bytes():
-    eager, fused = (
-        sum(t.elementwise.bytes for t in block_traffic(kernels)) for kernels in ("torch", "triton")
-    )
-    assert fused <= eager / 2
-
-
 def test_a_forward_takes_four_launches_and_the_least_bytes():
     """Every kernel reads its inputs and writes its outputs once, in bfloat16."""
     forward, _ = block_traffic("triton")
@@ -43,20 +35,6 @@ def test_a_forward_takes_four_launches_and_the_least_bytes():
     float32 = 2 * TOKENS * c.head_dim + 2 * TOKENS  # cosines, sines, 1/rms
     weights = 2 * c.hidden_size + 2 * c.head_dim
     assert forward.elementwise.bytes == 2 * (numbers + weights) + 4 * float32
-
-
-def test_a_backward_takes_one_launch_per_kernel_and_the_sums():
-    """Of the rest, add sums the gradients of a tensor that is used twice."""
-    _, backward = block_traffic("triton")
-    names = [name.rpartition("triton.")[2] for name in backward.elementwise.names]
-    assert sorted(n for n in names if n.endswith("_kernel")) == [
-        "norm.backward_kernel",
-        "norm.backward_kernel",
-        "rope.backward_kernel",
-        "swiglu.backward_kernel",
-    ]
-    rest = [n for n in names if not n.endswith("_kernel")]
-    assert sorted(rest) == ["_to_copy"] * 3 + ["add"] * 3 + ["sum"] * 3
 
 
 def test_matrix_products_are_the_same_in_both():

@@ -100,17 +100,6 @@ def test_a_new_model_is_initialized_as_in_transformers():
             assert torch.equal(p, torch.full_like(p, float(name.endswith("norm.weight")))), name
 
 
-def test_a_tied_head_and_embedding_are_one_parameter():
-    model = tiny_model(tie_word_embeddings=True)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert sum(p is model.lm_head.weight for p in model.parameters()) == 1
-    parted = Decoder(model.cfg).to_empty(device="cpu")
-    parted.tie()
-    assert parted.lm_head.weight is parted.model.embed_tokens.weight
-    untied = tiny_model()
-    assert untied.lm_head.weight is not untied.model.embed_tokens.weight
-
-
 QWEN3_RAW = dict(
     model_type="qwen3",
     vocab_size=9,

@@ -31,7 +31,8 @@ def draw(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, LossInputs]:
     leaves = [x.to(DEVICE, dtype).requires_grad_() for x in (hidden, 0.5 * weight)]
     advantage = torch.randn(M, generator=g).to(DEVICE)
     targets = torch.randint(V, (M,), generator=g).to(DEVICE)
-    return *leaves, targets, LossInputs(advantage, torch.ones_like(advantage) / M)
+    weight = torch.ones_like(advantage) / M
+    return *leaves, targets, LossInputs(advantage, weight, ref_logp=-weight)
 
 
 def both_ways(dtype: torch.dtype) -> list[Tensor]:
@@ -40,7 +41,8 @@ def both_ways(dtype: torch.dtype) -> list[Tensor]:
     fused = ops.head_policy_loss(
         hidden, weight, targets, inputs, Clip(0.2, 0.2), temperature=T, chunk=16
     )
-    logp, _ = ops.head_logp(hidden, weight, targets, T, chunk=16)
+    logp, entropy = ops.head_logp(hidden, weight, targets, T, chunk=16)
+    assert {x.dtype for x in (*fused[:4], logp, entropy)} == {torch.float32}
     loss = -(logp * inputs.advantage * inputs.weight).sum()
     out = []
     for each, x in ((fused.loss, fused.logp), (loss, logp)):

@@ -17,7 +17,6 @@ import json
 import os
 import random
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from unittest import mock
 from urllib.parse import parse_qsl
@@ -226,13 +225,6 @@ def content(samples: list[Sample]) -> list[tuple]:
 def sample(engine: Engine) -> list[tuple]:
     """Return the content of two completions of each of PROMPTS."""
     return content(engine.sample(PROMPTS, 2, PARAMS, step=0))
-
-
-def wait_until(condition, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def engine_of(

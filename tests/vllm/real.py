@@ -8,7 +8,6 @@ import math
 import os
 import re
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,6 @@ from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import Server, Sidecar
 from tests.conftest import positions_of
-from tests.ranks import alive
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("NANOGRPO_VLLM_PYTHON") or str(ROOT / ".venv-vllm/bin/python")
@@ -197,13 +195,3 @@ def shared_memory(pids: list[int]) -> set[Path]:
     """Return the segments of shared memory that Python has created for these processes."""
     maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
     return {Path(path) for path in re.findall(r"/dev/shm/psm_\w+", maps)}
-
-
-def ended(pids: list[int], within: float) -> bool:
-    """Return whether all processes end within so many seconds."""
-    deadline = time.monotonic() + within
-    while any(map(alive, pids)):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True

@@ -19,11 +19,10 @@ from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import Server, ServerError
 from tests.conftest import refused
 from tests.engine.rounding import agree
-from tests.vllm.fake import wait_until
+from tests.ranks import alive, until
 from tests.vllm.real import (
     PROMPTS,
     ROOT,
-    ended,
     gap,
     params,
     processes,
@@ -112,7 +111,7 @@ def test_a_server_suspended_while_sampling_is_noticed_and_replaced(trained, monk
     assert content(results) == expected
     # a heartbeat notices it, an attempt to use it again fails, and the machine may be busy
     assert started[0] - begin < 3 * TIMEOUT + 30
-    wait_until(lambda: not any(path.exists() for path in memory))
+    until(lambda: not any(path.exists() for path in memory))
     check(model, engine, before, expected)
 
 
@@ -124,10 +123,11 @@ def test_a_server_killed_while_sampling_loses_no_group_and_leaves_no_worker(trai
         target=lambda: results.extend(engine.sample(PROMPTS * 4, 4, params(1.0), step=1))
     )
     thread.start()
-    wait_until(lambda: engine.servers[0].open)  # requests are under way
+    until(lambda: engine.servers[0].open)  # requests are under way
     pids = processes(engine.sidecar.process.pid)
     kill(engine)
-    assert ended(pids[1:], within=60.0)  # vLLM alone would leave its workers behind
+    # vLLM alone would leave its workers behind
+    until(lambda: not any(map(alive, pids[1:])), seconds=60.0)
     thread.join()
     assert content(results) == expected
     check(model, engine, before, expected[: len(PROMPTS) * 4])

@@ -26,7 +26,7 @@ from nanogrpo.vllm.auth import DISCONNECT, INFO
 from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import Server, ServerError, ServerLost, Sidecar, root_cause
 from tests.conftest import arguments, refused, steps, tiny_config, tiny_model
-from tests.ranks import run
+from tests.ranks import run, until
 from tests.vllm.fake import (
     MODEL,
     PARAMS,
@@ -35,7 +35,6 @@ from tests.vllm.fake import (
     FakeVLLM,
     engine_of,
     sample,
-    wait_until,
 )
 
 LOST = ServerError("for the test")
@@ -94,7 +93,7 @@ def test_all_servers_get_the_weights_at_the_same_time(fake, other):
 def wait_for_a_heartbeat(fake):
     """Wait until a heartbeat that begins now is answered: then the next one arrives."""
     before = len(fake.requests)
-    wait_until(lambda: [r[1] for r in fake.requests[before:]].count("/is_paused") > 1)
+    until(lambda: [r[1] for r in fake.requests[before:]].count("/is_paused") > 1)
 
 
 @pytest.mark.parametrize("status", [401, 500])
@@ -225,7 +224,7 @@ def script(tmp_path, monkeypatch):
 
 def test_a_start_ends_with_the_run_or_when_it_takes_too_long(script, monkeypatch):
     sidecar, over = script("import time; time.sleep(600)"), threading.Event()
-    threading.Thread(target=lambda: (wait_until(lambda: sidecar.process), over.set())).start()
+    threading.Thread(target=lambda: (until(lambda: sidecar.process), over.set())).start()
     with refused("was stopped before it was healthy"):
         sidecar.start(5.0, over)
     assert sidecar.process is None

@@ -20,9 +20,8 @@ from nanogrpo.model.checkpoint import load_model
 from nanogrpo.vllm.auth import SECRET
 from tests.conftest import arguments, steps, write_rows
 from tests.engine.chat import write_calling_base
-from tests.ranks import run
-from tests.vllm.fake import wait_until
-from tests.vllm.real import CPU, PYTHON, ROOT, ended, problem, processes
+from tests.ranks import alive, run, until
+from tests.vllm.real import CPU, PYTHON, ROOT, problem, processes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -135,11 +134,12 @@ def test_own_server_killed_and_own_trainer_killed_lose_nothing(base, files, tmp_
         if "serve.py" in Path(f"/proc/{p}/cmdline").read_text()
     ]
     os.kill(sidecar_pid, signal.SIGKILL)
-    wait_until(lambda: steps(output)[-1]["vllm/restarts"] == 1, 180.0)
+    until(lambda: steps(output)[-1]["vllm/restarts"] == 1, 180.0)
     assert training.poll() is None
     family = processes(training.pid)
     training.kill()
-    assert ended(family, within=30.0)  # the server that it started ended with it
+    # the server that it started ended with it
+    until(lambda: not any(map(alive, family)), seconds=30.0)
     training.communicate()
     finish(arguments(base, files, output, *options, *server, "--resume"))
     assert trained_on(output) == trained_on(tmp_path / "quiet")
