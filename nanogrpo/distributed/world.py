@@ -126,11 +126,10 @@ class World:
         """Return whether the flag is set on any rank. If any rank has an error, raise it on all
         ranks.
         """
-        everyone = self.gather((flag, error))
-        for _, problem in everyone:
-            if problem is not None:
-                raise problem
-        return any(flag for flag, _ in everyone)
+        flags, errors = zip(*self.gather((flag, error)))
+        for problem in filter(None, errors):
+            raise problem
+        return any(flags)
 
     def agree(self, facts: dict[str, Any]) -> None:
         """Raise UserError on all ranks if a value in `facts` differs between ranks."""
@@ -149,17 +148,16 @@ class World:
         Only a UserError or FloatingPointError is raised on every rank. Any other exception is
         raised on the main rank only, and this failure ends the other ranks (failure.py).
         """
-        result, error = None, None
+        shared: list = [None, None]  # the result and the error
         if self.main:
             try:
-                result = work()
+                shared[0] = work()
             except (UserError, FloatingPointError) as e:
-                error = e
+                shared[1] = e
         if self.size > 1:
-            shared = [(result, error)]
             dist.broadcast_object_list(shared, src=0, group=self.group)
-            result, error = shared[0]
-        if error is not None:
+        result, error = shared
+        if error:
             raise error
         return result
 

@@ -71,8 +71,12 @@ class Log:
             kept = self._truncate(start) if self.path.exists() else []
             logged = {record.get("step") for record in kept if "eval/after" not in record}
             if missing := {*range(start)} - logged:
-                message = "%s has no record of %d finished steps, beginning with step %d"
-                logger.warning(message, self.path, len(missing), min(missing))
+                logger.warning(
+                    "%s has no record of %d finished steps, beginning with step %d",
+                    self.path,
+                    len(missing),
+                    min(missing),
+                )
             self._append(start, provenance(cfg, world), {})
 
     def _truncate(self, start: int) -> list[dict]:
@@ -82,14 +86,17 @@ class Log:
         If the run starts over, the old log is kept under another name.
         """
         if start == 0 and b'"step"' in self.path.read_bytes():
-            message = "nothing to resume in %s: starting over, the old log is %s"
-            logger.warning(message, self.path.parent, set_aside(self.path))
+            logger.warning(
+                "nothing to resume in %s: starting over, the old log is %s",
+                self.path.parent,
+                set_aside(self.path),
+            )
             return []
-        kept = [r for r in read_records(self.path) if "run" in r or r.get("step", start) < start]
+        # headers have no step
+        kept = [r for r in read_records(self.path) if r.get("step", -1) < start]
         for record in kept:
             self.tokens = record.get("num_tokens", self.tokens)
-        lines = "".join(json.dumps(record) + "\n" for record in kept)
-        replace(self.path, lines.encode())
+        replace(self.path, "".join(json.dumps(record) + "\n" for record in kept).encode())
         return kept
 
     def step(

@@ -37,8 +37,7 @@ def read_records(path: Path) -> Iterator[dict]:
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
     """Return the finished checkpoints of a run, oldest first."""
-    found = Path(output_dir).glob("checkpoint-*")
-    numbered = [p for p in found if p.name.removeprefix("checkpoint-").isdecimal()]
+    numbered = [p for p in Path(output_dir).glob("checkpoint-*") if p.name[11:].isdecimal()]
     return sorted(numbered, key=lambda p: int(p.name[11:]))
 
 

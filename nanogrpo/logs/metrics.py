@@ -82,8 +82,10 @@ class Meter:
 
     def summary(self, world: World) -> dict[str, float]:
         """Return the metrics of the step over all ranks. Every rank must call this method."""
-        loss = sum(world.gather(float(self.loss)))
-        out = {"loss": loss / self.updates, "grad_norm": statistics.fmean(self.norms)}
+        out = {
+            "loss": sum(world.gather(float(self.loss))) / self.updates,
+            "grad_norm": statistics.fmean(self.norms),
+        }
         for name, spread in world.spreads(self._vectors()).items():
             out[name] = getattr(spread, name[-3:], spread.mean)  # .min, .max, or the mean
         if "clip_ratio/low_mean" in out:
@@ -152,9 +154,10 @@ def of_samples(samples: Sequence[Facts], std: Tensor) -> dict[str, float]:
     `std` holds the standard deviations that grpo/advantages.py returns.
     """
     out: dict[str, float] = {}
-    lengths = [s.length for s in samples]
-    ended = [s.length for s in samples if s.stopped] or [0]
-    for name, values in (("length", lengths), ("terminated_length", ended)):
+    for name, values in (
+        ("length", [s.length for s in samples]),
+        ("terminated_length", [s.length for s in samples if s.stopped] or [0]),
+    ):
         for how, reduce in (("min", min), ("max", max), ("mean", statistics.fmean)):
             out[f"completions/{how}_{name}"] = reduce(values)
     out["completions/clipped_ratio"] = statistics.fmean(not s.stopped for s in samples)
@@ -172,8 +175,8 @@ def of_memory(world: World) -> dict[str, float]:
     The peak on the host is the highest peak of any process so far. The peak on a GPU is the highest
     peak of any rank's tensors since the last call.
     """
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # its unit is KiB
-    peaks = {"memory/host_peak_gib": peak / 2**20}
+    # the unit of ru_maxrss is KiB
+    peaks = {"memory/host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
     if world.device.type == "cuda":
         peaks["memory/peak_gib"] = torch.cuda.max_memory_allocated(world.device) / 2**30
         torch.cuda.reset_peak_memory_stats(world.device)
@@ -205,8 +208,9 @@ def of_evaluation(samples: Sequence[Facts], n: int) -> dict[str, float]:
         table = [[s.rewards[name] for s in group] for group in groups]  # [prompts, n]
         if {r for row in table for r in row} <= {0.0, 1.0}:
             for k in sorted({n, *(2**i for i in range(n.bit_length()))}):
-                chances = [pass_at_k(n, sum(map(bool, row)), k) for row in table]
-                out[f"eval/pass@{k}/{name}"] = statistics.fmean(chances)
+                out[f"eval/pass@{k}/{name}"] = statistics.fmean(
+                    pass_at_k(n, sum(map(bool, row)), k) for row in table
+                )
     return {**out, "eval/mean_length": statistics.fmean(s.length for s in samples)}
 
 

@@ -109,9 +109,8 @@ def call(function: Callable, arguments: dict, shared: dict) -> tuple[list, list,
             result = asyncio.run_coroutine_threadsafe(_await(result), own_loop()).result()
             if isinstance(result, BaseException):
                 raise result
-        values = result.tolist() if hasattr(result, "tolist") else result  # numpy and torch
-        if is_list := isinstance(values, list | tuple):
-            values = _plain(values)
+        values = _plain(result)
+        is_list = isinstance(values, list)
     # sys.exit(0) must not end the run as if it had succeeded
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         lines = (
@@ -124,7 +123,7 @@ def call(function: Callable, arguments: dict, shared: dict) -> tuple[list, list,
             f"{next(lines, 'its call')}); fix the function"
         ) from error
     if not is_list or len(values) != size:
-        what = f"{len(values)} values" if is_list else f"a {type(values).__name__}"
+        what = f"{len(values)} values" if is_list else f"a {type(result).__name__}"
         raise UserError(
             f"the reward function {name} returned {what}; it must return a list of {size} values, "
             "one for each completion"

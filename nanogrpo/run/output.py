@@ -83,9 +83,10 @@ def _holds_a_run(folder: Path) -> bool:
     lines. If a run failed early, its log has only header lines and can be continued.
     """
     log = folder / "metrics.jsonl"
-    lines = log.read_bytes().splitlines() if log.exists() else []
-    headers = all(line.startswith(b'{"run"') for line in lines)
-    return not headers or bool(checkpoints(folder))
+    return bool(checkpoints(folder)) or (
+        log.exists()
+        and not all(line.startswith(b'{"run"') for line in log.read_bytes().splitlines())
+    )
 
 
 def clear(cfg: Config) -> None:

@@ -132,7 +132,7 @@ class Saver:
         as the weights may change again. Every rank must call this method.
         """
         self.finish()
-        self.final = Path(self.cfg.output_dir).absolute() / f"checkpoint-{step}"
+        self.final = Path(self.cfg.output_dir) / f"checkpoint-{step}"
         with contextlib.ExitStack() as stack:
             # Every rank writes into this folder, after rank 0 has made it: `once` is a barrier.
             folder = self.world.once(
