@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -117,6 +118,10 @@ class Ranks:
             path.read_text() if (path := Path(self.folder.name) / f"{r}.err").exists() else ""
             for r in self.all
         ]
+
+    def reports(self) -> list[str]:
+        """Return the errors of all ranks, each of which is one line."""
+        return re.findall("^error: .*", "\n".join(self.errors()), re.MULTILINE)
 
     def results(self) -> list:
         return [pickle.loads((Path(self.folder.name) / f"{r}.out").read_bytes()) for r in self.all]

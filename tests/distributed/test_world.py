@@ -31,7 +31,7 @@ def test_a_rank_without_its_peers_reports_it_within_the_timeout(tied_base, tmp_p
     assert (ranks.ends(PATIENCE), ranks.results()) == ([0], [2])
     (errors,) = ranks.errors()
     assert "Traceback" not in errors
-    (message,) = re.findall("^error: .*", errors, re.M)
+    (message,) = ranks.reports()
     assert re.match(
         r"error: rank 0 could not join the 2 processes at 127\.0\.0\.1:\d+ within 2 s \(.+\): "
         r"check that all .* or choose another port \(torchrun --master-port\)\.",
@@ -42,7 +42,7 @@ def test_a_rank_without_its_peers_reports_it_within_the_timeout(tied_base, tmp_p
 def test_a_step_that_the_ranks_cannot_share_evenly_is_refused(tied_base, tmp_path):
     ranks = start(3, train.main, argv(tied_base, tmp_path))
     assert ranks.ends(PATIENCE) == [2, 2, 2]
-    (message,) = re.findall("^error: .*", "".join(ranks.errors()), re.M)
+    (message,) = ranks.reports()
     assert (
         "the 4 prompts of a step (--generation-batch-size / --num-generations) cannot be shared "
         "evenly by 3 processes" in message

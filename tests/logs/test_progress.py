@@ -4,9 +4,7 @@ something; a run begins with its sizes and ends with its checkpoint.
 Read before: test_metrics.py. Read next: test_console.py.
 """
 
-import os
 import re
-import signal
 
 import pytest
 
@@ -126,19 +124,3 @@ def test_a_run_begins_with_its_sizes_and_ends_with_its_checkpoint(
     ]
     rows = [row for row in lines(folder) if "reward" in row]
     assert [row["epoch"] for row in rows] == [pytest.approx((i + 1) / 3) for i in range(3)]
-
-
-def test_a_run_that_a_signal_stops_ends_with_its_checkpoint_too(whole, capsys, monkeypatch):
-    argv, folder = whole
-    log_step = train.log_step
-
-    def stop_in_the_second_step(run, step, *rest):
-        log_step(run, step, *rest)
-        if step == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(train, "log_step", stop_in_the_second_step)
-    assert train.main([*argv, "--overwrite-output-dir"]) == 0
-    stopped = "stopped after 2 of 3 steps (continue with --resume); the model is in "
-    assert f"{stopped}{folder}/checkpoint-2;" in capsys.readouterr().err
-    assert (folder / "checkpoint-2" / "config.json").exists()

@@ -182,8 +182,7 @@ def test_two_ranks_refuse_a_checkpoint_with_a_flipped_bit(tied_base, uninterrupt
     (folder / "state" / "__1_0.distcp").write_bytes(data)
     ranks = start(2, train.main, argv(tied_base, tmp_path / "run", "--resume"))
     assert 0 not in ranks.ends()
-    errors = [line for text in ranks.errors() for line in text.splitlines() if "error: " in line]
-    assert errors[0] == (
+    assert ranks.reports()[0] == (
         f"error: --resume: {folder} is damaged, or belongs to another model (state/__1_0.distcp "
         "is missing, or its hash is not the one in state.json): remove the checkpoint to continue "
         "from the one before it, or to start again."
