@@ -52,7 +52,8 @@ def train(run: Run) -> None:
     """
     cfg, world, model = run.cfg, run.world, run.model
     with closing(run):
-        if run.start == 0 and cfg.eval_steps:
+        # before the first step, or if a signal has skipped the evaluation before a resumed run
+        if run.due(cfg.eval_steps) and not run.log.evaluated:
             evaluate(run)
         for step in range(run.start, cfg.max_steps):
             clock, meter = Clock(world.device), Meter(run.features)
@@ -130,8 +131,7 @@ def start(cfg: Config, given: Given = NOTHING) -> Path:
 
 
 def main(argv: list[str] | None = None, given: Given = NOTHING) -> int:
-    main_rank = os.environ.get("RANK", "0") == "0"
-    level = logging.INFO if main_rank else logging.WARNING
+    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s")
     try:
         start(parse(argv, given), given)

@@ -6,8 +6,9 @@ from the log, so a checkpoint need not contain them. Read before: run/state.py (
 removes checkpoints).
 """
 
+import contextlib
 import re
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from nanogrpo.errors import UserError
@@ -29,10 +30,11 @@ class Best(Feature):
                 f"{', '.join(sorted(known))}."
             )
 
-    def running(self, run: Run) -> None:
-        """Find the best checkpoint of a resumed run, in case it ends without saving another one."""
-        if run.start:
-            run.saver.final = Path(run.cfg.output_dir) / f"checkpoint-{run.start}"
+    @contextlib.contextmanager
+    def running(self, run: Run) -> Iterator[None]:
+        """Find the best checkpoint of a resumed run that ends without saving another one."""
+        yield
+        if run.done == run.start:
             self.files(run.saver)
 
     def files(self, saver: Saver) -> None:

@@ -67,8 +67,10 @@ class Log:
         self.cfg, self.main, self.path = cfg, world.main, Path(cfg.output_dir) / "metrics.jsonl"
         self.features, self.tokens = features, 0
         self.progress = Progress(cfg, world.device.type, start)
+        kept = self._truncate(start) if self.main and self.path.exists() else []
+        # whether the log has the evaluation after `start` steps
+        self.evaluated = world.any(start in {record.get("eval/after") for record in kept})
         if self.main:
-            kept = self._truncate(start) if self.path.exists() else []
             logged = {record.get("step") for record in kept if "eval/after" not in record}
             if missing := {*range(start)} - logged:
                 logger.warning(

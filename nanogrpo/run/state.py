@@ -112,7 +112,8 @@ class Saver:
         self.patient = self.world.patient()
         self.pool = ThreadPoolExecutor(1)
         self.job: Future | None = None
-        self.final = Path()  # the folder of the checkpoint that `save` wrote or is writing
+        # the folder of the last checkpoint, which may be in progress
+        self.final = Path()
 
     def __enter__(self) -> Saver:
         return self
@@ -228,6 +229,7 @@ class Saver:
         if not found:
             return 0
         folder, hashes = found
+        self.final = folder
         reader = dcp.FileSystemReader(folder / "state")
         mine = tensors(self.model, self.optimizer, self.features)
         with _reading(folder):

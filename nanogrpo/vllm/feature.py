@@ -74,7 +74,7 @@ class VLLM(Feature):
         except ServerLost:  # raised on every rank
             if run.saver.final.name == f"checkpoint-{run.done}":
                 run.saver.finish()  # raises an error of this save
-            elif run.done > run.start:
+            elif run.done:
                 run.saver.save(run.done)
             raise
 

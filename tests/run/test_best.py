@@ -4,11 +4,13 @@ Read next: nanogrpo/extras/best.py.
 """
 
 import json
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import train
 from nanogrpo import Config
 from nanogrpo.extras.best import Best
 from nanogrpo.logs.files import checkpoints
@@ -56,16 +58,26 @@ def test_the_metric_may_have_any_of_its_names():
         assert Best().settings(cfg, inputs) is None
 
 
-def test_the_best_checkpoint_of_a_run_is_named_at_the_end(rows_of, tmp_path, capsys):
+@pytest.mark.parametrize("rate", ["1e-3", "1e-2"])  # the first or the last checkpoint is the best
+def test_a_run_interrupted_in_each_step_has_the_evaluations_and_the_best_of_a_whole_run(
+    rows_of, tmp_path, capsys, monkeypatch, rate
+):
     options = (
         "--eval-data FILES/data.jsonl --eval-steps 1 --save-steps 1 --eval-samples 4"
-        " --load-best-model-at-end --save-total-limit 1"
+        f" --load-best-model-at-end --save-total-limit 1 --learning-rate {rate}"
     )
     rows_of(options)
-    rows_of(f"{options} --resume")  # the run is finished
-    found = lines(tmp_path)
-    scores = {row["eval/after"]: row["eval/reward"] for row in found if row.get("eval/after")}
-    best = max(scores, key=lambda step: scores[step])
-    assert capsys.readouterr().err.count(f"the model is in {tmp_path}/checkpoint-{best};") == 2
-    left = {path.name for path in checkpoints(str(tmp_path))}
-    assert left == {f"checkpoint-{best}", "checkpoint-3"}
+    whole, log_step = lines(tmp_path), train.log_step
+    monkeypatch.setattr(
+        train, "log_step", lambda *args: (log_step(*args), signal.raise_signal(signal.SIGTERM))
+    )
+    for _ in range(5):  # three steps, the last evaluation, and nothing
+        rows_of(f"{options} --resume", folder="run")
+    found = [row for row in lines(tmp_path / "run") if "eval/after" in row]
+    assert found == [row for row in whole if "eval/after" in row]
+    best = max(found[1:], key=lambda row: row["eval/reward"])["eval/after"]
+    printed = capsys.readouterr().err
+    assert f"the model is in {tmp_path}/checkpoint-{best};" in printed
+    assert "stopped after 2 of 3 steps (continue with --resume); the model is in /" in printed
+    assert printed.count(f"the model is in {tmp_path}/run/checkpoint-{best};") > 1
+    assert {path.name for path in checkpoints(tmp_path)} == {f"checkpoint-{best}", "checkpoint-3"}
