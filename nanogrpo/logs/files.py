@@ -48,13 +48,16 @@ def set_aside(path: Path) -> Path:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write a file atomically: if the process is killed, the file has either the old or the new
+    """Write a file atomically: after a kill or a power cut, the file has either the old or the new
     data. Create the folder of the file if needed.
     """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")  # ranks may write the same file
-        temporary.write_bytes(data)
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file)  # otherwise, the rename might reach the disk before the data
         temporary.replace(path)
 
 

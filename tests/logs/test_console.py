@@ -4,6 +4,7 @@ Read before: test_metrics.py. Read next: test_completions.py, test_report.py.
 """
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -98,7 +99,7 @@ class Reader(Feature):
         self.found.append((done, json.loads(json.dumps(record))))
 
 
-def test_a_resumed_run_logs_no_step_twice_and_drops_a_half_written_line(tmp_path):
+def test_a_resumed_run_logs_no_step_twice_and_drops_a_half_written_line(tmp_path, monkeypatch):
     log = opened(tmp_path)
     evaluate(log, 0)
     write(log, range(2))
@@ -106,7 +107,8 @@ def test_a_resumed_run_logs_no_step_twice_and_drops_a_half_written_line(tmp_path
     write(log, range(2, 5))
     with (tmp_path / "metrics.jsonl").open("a") as f:
         f.write('{"step": 5, "rew')  # killed here
-    reader = Reader()
+    reader, flushed = Reader(), []
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(Path(file.name).read_bytes()))
     log = Log(config(tmp_path), SOLO, start=3, features=[reader])  # the checkpoint had three steps
     write(log, range(3, 9))
     found = lines(tmp_path)
@@ -117,6 +119,8 @@ def test_a_resumed_run_logs_no_step_twice_and_drops_a_half_written_line(tmp_path
     assert [row["eval/after"] for row in found if "eval/after" in row] == [0, 2]
     assert sum("run" in row for row in found) == 2
     assert not list(tmp_path.glob("*.tmp"))
+    # the rewritten log was on the disk before it got its name
+    assert b'"step": 2' in flushed[0]
     assert [done for done, _ in reader.found] == [3, *range(4, 10)]
     assert [record for _, record in reader.found] == found[-7:]
 
