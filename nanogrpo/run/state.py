@@ -29,7 +29,7 @@ import dataclasses
 import json
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,11 +120,13 @@ class Saver:
 
     def __exit__(self, kind: object, *_: object) -> None:
         """Wait for the last save. If the save has failed but the run has not, raise the error of
-        the save.
+        the save. After an error, wait at most --ddp-timeout seconds, because a rank may hang in its
+        save.
         """
-        self.wait()
         if kind is None:
             self.finish()
+        elif self.job:
+            wait([self.job], self.cfg.ddp_timeout)
 
     # --- writing ---
 
@@ -191,10 +193,6 @@ class Saver:
 
         self.job = self.pool.submit(write)
 
-    def wait(self) -> None:
-        if self.job:
-            self.job.exception()  # blocks until the save has ended
-
     def failure(self) -> UserError | None:
         """Return the error of a finished save, but only once. Return None if a save is in progress
         or has succeeded.
@@ -210,7 +208,8 @@ class Saver:
         """Wait for the save in progress, and raise its error on all ranks. Every rank must call
         this.
         """
-        self.wait()
+        if self.job:
+            self.job.exception()  # blocks until the save has ended
         # the other ranks may wait long here, because rank 0 still writes the model
         self.patient.any(error=self.failure())
 

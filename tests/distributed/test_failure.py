@@ -29,6 +29,7 @@ from tests.ranks import (
     ROOT,
     argv,
     insist,
+    run,
     running,
     start,
     steps,
@@ -227,6 +228,18 @@ def test_a_save_that_fails_on_one_rank_is_reported_once_and_ends_all(tied_base, 
     assert left == [".lock", "checkpoint-2", "metrics.jsonl"]
     # reported at the end of a later step, not in the middle of one
     assert len(steps(tmp_path)) >= 5
+
+
+def saves_slowly(options: list[str]) -> int:
+    """Run train.py; rank 0 writes the model for longer than --ddp-timeout."""
+    write = checkpoint.write_model
+    checkpoint.write_model = lambda *args: (time.sleep(9), write(*args))
+    return train.main(options)
+
+
+def test_ranks_wait_longer_than_the_timeout_for_the_last_save(tied_base, tmp_path):
+    options = argv(tied_base, tmp_path, "--max-steps", "1", "--ddp-timeout", "6")
+    assert run(2, saves_slowly, options) == [0, 0]
 
 
 def waits_for_the_other(seconds: int) -> None:

@@ -15,6 +15,7 @@ import resource
 import shutil
 import stat
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -122,7 +123,7 @@ def test_a_disk_that_fills_up_while_saving_leaves_the_earlier_checkpoint(
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
         run.saver.save(2)
-        run.saver.wait()
+        run.saver.job.exception()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     with refused(rf"^{tmp_path}/run/checkpoint-2 could not be written \([^\n]*\): choose"):
@@ -209,6 +210,13 @@ def test_the_log_is_on_the_disk_before_a_checkpoint_gets_its_name(
     for step, text in enumerate(seen.values(), start=1):
         found = [json.loads(line) for line in text.splitlines()]
         assert [row["step"] for row in found if "reward" in row][:step] == list(range(step))
+
+
+def test_a_failed_run_does_not_wait_forever_for_a_save(tmp_path, tiny_base):
+    run = start(tmp_path, tiny_base, ddp_timeout=1)
+    run.saver.job = Future()  # another rank hangs in the save
+    with pytest.raises(ZeroDivisionError), run.saver:
+        raise ZeroDivisionError
 
 
 # --- resuming ---
