@@ -34,6 +34,7 @@ logger = logging.getLogger("nanogrpo")
 OURS = """
     metrics.jsonl .checkpoint-*.tmp completions/completions_[0-9]*.jsonl
     completions/eval_[0-9]*.jsonl completions/tokens_[0-9]*.jsonl.gz
+    metrics.[0-9]*.tmp completions/*_[0-9]*.[0-9]*.tmp
 """
 
 
@@ -122,18 +123,23 @@ def named(cfg: Config) -> set[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with all its files."""
+    """Remove a file, a link, or a folder with all its files. A folder is first renamed, because a
+    partly deleted checkpoint must not look complete, not even after a kill.
+    """
     try:
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        if path.is_dir() and not path.is_symlink():
+            path = path.rename(path.with_name(f".{path.stem.lstrip('.')}.tmp"))
+            shutil.rmtree(path)
+        else:
+            path.unlink()
     except OSError as e:
         raise UserError(f"{path} cannot be removed ({e.strerror}): remove it yourself.") from e
 
 
 def remove_unfinished(cfg: Config) -> None:
-    """Remove the checkpoint that a killed run was writing, and log a warning."""
-    folder = Path(cfg.output_dir)
-    for path in folder.glob(".checkpoint-*.tmp"):
-        logger.warning("removed %s: the run ended while it was writing this checkpoint", path)
+    """Remove the checkpoints that a killed run was writing or removing, and log a warning."""
+    for path in Path(cfg.output_dir).glob(".checkpoint-*.tmp"):
+        logger.warning("removed %s: a run ended while it was writing or removing it", path)
         remove(path)
 
 

@@ -188,8 +188,7 @@ class Saver:
             # with a limit of 0, the slice [:-0] is empty, so nothing is removed
             for old in ours[: -self.cfg.save_total_limit]:
                 if old.name not in self.keep:
-                    # renamed first, because a partly deleted checkpoint must not look complete
-                    output.remove(old.rename(old.with_name(f".{old.name}.tmp")))
+                    output.remove(old)
 
         self.job = self.pool.submit(write)
 
