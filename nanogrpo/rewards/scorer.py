@@ -145,7 +145,7 @@ class Scorer:
             logger.warning("%s; the %d completions get no rewards", lost, len(samples))
             self.failures += len({sample.prompt.id for sample in samples})
             for sample in samples:
-                sample.rewards = dict.fromkeys(self.calls)
+                sample.rewards, sample.token_rewards = dict.fromkeys(self.calls), {}
         for sample in samples:
             terms = [self.weights[name] * r for name, r in sample.rewards.items() if r is not None]
             sample.reward = sum(terms) if terms else None

@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 
@@ -110,6 +111,10 @@ async def awaits_and_raises(prompts, **kwargs):
 
 async def awaits_and_is_cancelled(prompts, **kwargs):
     raise asyncio.CancelledError("judge")
+
+
+def child(prompts, **kwargs):
+    return [subprocess.Popen(["sleep", "1000"]).pid] * len(prompts)
 
 
 def dies_but_leaves_a_child(prompts, **kwargs):

@@ -16,6 +16,7 @@ import pytest
 from nanogrpo.rewards.call import TrainerState
 from nanogrpo.rewards.scorer import MAX_LOST
 from tests.conftest import refused
+from tests.ranks import alive, until
 from tests.rewards.conftest import FUNCTIONS, groups, make_samples, runner
 
 
@@ -104,13 +105,15 @@ def test_a_call_costs_little(monkeypatch):
     ],
 )
 def test_a_hang_or_crash_loses_the_step_and_after_three_the_run_ends(caplog, name, reason):
-    own = runner("format", *named(name, "calls"), weights=[1.0, 1.0, 0.0], timeout=60)
+    by_token = lambda prompts, **_: [[0.0, 0.0]] * len(prompts)  # noqa: E731
+    own = runner(by_token, *named(name, "calls"), weights=[1.0, 1.0, 0.0], timeout=60)
     limit = 1.0 if "answer" in reason else 60.0
     for _ in range(MAX_LOST - 1):
         own.process.timeout = limit
         own.score(samples := groups())
         assert rewards(samples) == [None] * 10
-        assert samples[0].rewards == {"format_reward": None, name: None, "calls": None}
+        assert samples[0].rewards == {"<lambda>": None, name: None, "calls": None}
+        assert samples[0].token_rewards == {}
         assert own.metrics(lambda mine: [mine]) == {"rewards/failures": 5}
         message = f"the reward function {name} {reason}; the 10 completions get no rewards"
         assert caplog.messages[-1] == message
@@ -136,6 +139,16 @@ def test_a_child_that_holds_the_connection_open_does_not_hang_the_trainer():
     own = runner(*named("dies_but_leaves_a_child"), timeout=1)
     own.score(samples := groups(1))
     assert rewards(samples) == [None] * 2
+
+
+def test_if_the_process_dies_between_calls_its_children_end_and_no_step_is_lost():
+    own = runner(*named("child"), timeout=60)
+    own.score(first := groups(1))
+    own.process.process.kill()
+    own.process.process.wait()
+    own.score(second := groups(1))
+    until(lambda: not alive(int(first[0].reward)))
+    assert alive(int(second[0].reward))
 
 
 # --- mistakes ---
