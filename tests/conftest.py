@@ -420,7 +420,8 @@ def edit_json(path: Path, **fields) -> dict:
 
 
 def read_rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines if line]
 
 
 def lines(output: Path) -> list[dict]:

@@ -21,13 +21,13 @@ from nanogrpo.model import checkpoint
 from tests.conftest import CUDA, one_sentence, tiny_model
 
 ROOT = Path(__file__).parents[1]
-RUN = ["--data", "arithmetic", "--max-steps", "1", "--max-completion-length", "8"]
 
 
-def error_of(capsys, model, *options: str, out: Path) -> str:
+def error_of(capsys, model, out: Path, device: str = "auto") -> str:
     """Run the program, which must fail, and return the sentence on stderr."""
-    argv = [*RUN, "--model", str(model), "--output-dir", str(out), *options]
-    assert train.main(argv) == 2
+    argv = f"--model {model} --output-dir {out} --device {device} --data arithmetic"
+    argv += " --max-steps 1 --max-completion-length 8"
+    assert train.main(argv.split()) == 2
     return one_sentence(capsys)
 
 
@@ -242,7 +242,7 @@ MODELS = {
 def test_a_bad_model_folder(name, base, tmp_path, capsys):
     damage, message = MODELS[name]
     damage(base)
-    assert re.search(message, error_of(capsys, base, out=tmp_path / "run"))
+    assert re.search(message, error_of(capsys, base, tmp_path / "run"))
     # otherwise the corrected command would find an earlier run
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -252,14 +252,14 @@ def test_a_bad_model_folder(name, base, tmp_path, capsys):
 
 @pytest.mark.skipif(CUDA, reason="this machine has a GPU")
 def test_cuda_without_cuda(base, tmp_path, capsys):
-    message = error_of(capsys, base, "--device", "cuda", out=tmp_path / "run")
+    message = error_of(capsys, base, tmp_path / "run", device="cuda")
     assert message.startswith("--device cuda: rank 0 needs its own GPU, but torch sees 0 on")
     assert "use --device cpu" in message
 
 
 def test_a_separate_process_prints_one_sentence_and_exits_with_2(tmp_path):
     """Print no traceback, warning or log next to the sentence."""
-    argv = [sys.executable, "train.py", "--model", str(tmp_path / "none"), "--data", "arithmetic"]
+    argv = f"{sys.executable} train.py --model {tmp_path}/none --data arithmetic".split()
     done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"error: --model \S+none: there is no such folder.*\n", done.stderr)

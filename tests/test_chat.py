@@ -43,24 +43,24 @@ def test_the_thinking_is_shown_but_does_not_stay_in_the_conversation(tiny_base):
 
 def test_a_conversation_ends_with_the_input(tiny_base, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("3+4=\n\n/clear\n5+6=\n/exit\nignored\n"))
-    argv = [str(tiny_base), "--temperature", "0", "--max-completion-length", "6"]
-    assert commands.main(["chat", *argv, "--device", "cpu"]) == 0
+    argv = f"chat {tiny_base} --temperature 0 --max-completion-length 6 --device cpu"
+    assert commands.main(argv.split()) == 0
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["nope"], "there is no such folder"),
-        (["x", "--learning-rate", "1"], "--learning-rate is not an option"),
-        (["x", "--temperature", "-1"], "it must be > 0"),
-        (["x", "--chat-template-kwargs", '{"y": 1}'], "--chat-template-kwargs sets y, but"),
-        (["x"], "the conversation has"),
+        ("nope", "there is no such folder"),
+        ("BASE --learning-rate 1", "--learning-rate is not an option"),
+        ("BASE --temperature -1", "it must be > 0"),
+        ('BASE --chat-template-kwargs {"y":1}', "--chat-template-kwargs sets y, but"),
+        ("BASE", "the conversation has"),
     ],
 )
 def test_a_mistake_is_one_sentence(tiny_base, monkeypatch, capsys, argv, message):
     monkeypatch.setattr(chat, "MAX_CONTEXT", 20)
     monkeypatch.setattr("sys.stdin", io.StringIO("1+" * 40))
-    argv = [str(tiny_base) if word == "x" else word for word in argv]
-    assert commands.main(["chat", *argv, "--device", "cpu"]) == 2
+    argv = argv.replace("BASE", str(tiny_base))
+    assert commands.main(f"chat {argv} --device cpu".split()) == 2
     assert message in capsys.readouterr().err

@@ -24,7 +24,7 @@ def printed(capsys, *argv: str) -> str:
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_every_profile_has_valid_options(profile):
-    cfg = parse(["--model", "m", "--data", "d", "--profile", profile])
+    cfg = parse(f"--model m --data d --profile {profile}".split())
     cfg.validate()
     defaults = Config()
     same = {name for name, value in PROFILES[profile].items() if value == getattr(defaults, name)}
@@ -35,7 +35,7 @@ def test_every_profile_has_valid_options(profile):
 def test_the_command_line_overrides_the_file_which_overrides_the_profile(tmp_path):
     file = tmp_path / "c.json"
     file.write_text(json.dumps({"max_steps": 7, "seed": 7, "data": ["a", "b"], "beta": 1}))
-    cfg = parse(["--profile", "debug", "--config", str(file), "--seed", "9"])
+    cfg = parse(f"--profile debug --config {file} --seed 9".split())
     assert (cfg.seed, cfg.max_steps, cfg.eval_steps) == (9, 7, 2)
     assert cfg.max_grad_norm == Config().max_grad_norm
     assert cfg.data == ("a", "b")

@@ -37,6 +37,7 @@ from tests.conftest import (
     logp_alone,
     one_sentence,
     packed,
+    read_rows,
     steps,
     tiny_model,
 )
@@ -149,8 +150,8 @@ def test_a_baseline_with_a_state_is_resumed(tiny_base, files, tmp_path):
     rows = steps(tmp_path / "whole")
     assert rows == steps(tmp_path / "parts")
     assert len({row["length_baseline/mean"] for row in rows}) == 3
-    text = (tmp_path / "whole/completions/completions_00002.jsonl").read_text()
-    baselines = {round(r["even"] - r["advantage"], 4) for r in map(json.loads, text.splitlines())}
+    written = read_rows(tmp_path / "whole/completions/completions_00002.jsonl")
+    baselines = {round(row["even"] - row["advantage"], 4) for row in written}
     # most completions have eight tokens; a shorter one has another baseline
     assert round(16 * rows[0]["length_baseline/mean"], 4) in baselines
 
@@ -182,9 +183,9 @@ def test_the_credit_of_a_token_reaches_the_loss_and_the_token_log(tiny_base, fil
             steps = torch.arange(1, len(share) + 1) / len(share)
             torch.testing.assert_close(share, share[-1] * steps)
     text = gzip.decompress((tmp_path / "completions/tokens_00003.jsonl.gz").read_bytes())
-    rows = (tmp_path / "completions/completions_00003.jsonl").read_text().splitlines()
+    rows = read_rows(tmp_path / "completions/completions_00003.jsonl")
     for line in map(json.loads, text.splitlines()):
-        whole = json.loads(rows[line["row"]])["advantage"]
+        whole = rows[line["row"]]["advantage"]
         assert line["advantage"][-1] == pytest.approx(whole, rel=1e-3)
 
 

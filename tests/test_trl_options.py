@@ -535,11 +535,11 @@ def test_null_stands_for_the_default_and_is_not_mentioned(caplog, tmp_path):
 def test_the_last_layer_that_says_how_long_to_train_decides(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("num_train_epochs: 2")
-    both = ["--profile", "full", "--config", str(file)]
+    both = f"--profile full --config {file}".split()
     cfg = parse(both)
     assert (cfg.num_train_epochs, cfg.max_steps) == (2.0, Config.max_steps)
     cfg = parse([*both, "--max-steps", "7"])
     assert (cfg.num_train_epochs, cfg.max_steps) == (0.0, 7)
     file.write_text("num_train_epochs: 2\nmax_steps: 9")
     with refused("--num-train-epochs 2 and --max-steps 9 both say how long"):
-        parse(["--model", "m", "--data", "d", "--config", str(file)]).validate()
+        parse(f"--model m --data d --config {file}".split()).validate()

@@ -155,7 +155,7 @@ def write_calling_base(base: Path, folder: Path) -> list[str]:
         vocabulary[call("double" if i % 4 else "missing", x=i)] = vocabulary.pop(letter)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     stops = [vocabulary[each] for each in "~^`@#$&%;!"]
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    edit_json(folder / "generation_config.json", eos_token_id=stops)
     edit_json(folder / "tokenizer_config.json", chat_template=SHORT)
     (folder / "double.py").write_text(DOUBLE)
     return ["--model", str(folder), "--tools", f"{folder / 'double.py'}:double"]

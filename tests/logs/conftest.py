@@ -16,7 +16,7 @@ from nanogrpo.extras.completions import write
 from nanogrpo.extras.view.data import Run
 from nanogrpo.extras.view.server import Server
 from nanogrpo.types import Prompt, Sample
-from tests.conftest import completion, write_rows
+from tests.conftest import completion, read_rows, write_rows
 
 
 def sample(n: int, stopped: bool = True, prompt: int = 3, **rewards: float | None) -> Sample:
@@ -28,8 +28,7 @@ def sample(n: int, stopped: bool = True, prompt: int = 3, **rewards: float | Non
 
 def completions_of(folder: Path, step: int) -> list[dict]:
     """Return the completions that a run has written after so many steps."""
-    path = folder / "completions" / f"completions_{step:05d}.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    return read_rows(folder / f"completions/completions_{step:05d}.jsonl")
 
 
 @contextlib.contextmanager
