@@ -63,8 +63,8 @@ warnings.filterwarnings(
 def tensors(
     model: nn.Module, optimizer: Optimizer, features: Sequence[Feature] = ()
 ) -> dict[str, Tensor]:
-    """Return the master weights and moments by name, and the number of updates. The caller saves
-    these tensors or loads values into them.
+    """Return the master weights and the optimizer's moments by name, and the number of updates. The
+    caller saves these tensors or loads values into them.
 
     Only trained parameters are included, because all other parameters are read from --model. The
     tensors of a sharded model are DTensors, which know their position in the full tensor. So a run
@@ -74,13 +74,11 @@ def tensors(
     out: dict[str, Tensor] = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
-            moments = optimizer.state[p]
             out[f"master.{name}"] = p.detach()
-            for kind in ("exp_avg", "exp_avg_sq"):
-                if type(local(moments[kind])) is Tensor:  # a feature saves other types
-                    out[f"{kind}.{name}"] = moments[kind]
-            # one number for all parameters, because each update changes every parameter
-            out.setdefault("updates", moments["step"])
+            for kind, moment in optimizer.state[p].items():
+                if type(local(moment)) is Tensor:  # a feature saves other types
+                    # one step for all parameters, because each update changes every parameter
+                    out["updates" if kind == "step" else f"{kind}.{name}"] = moment
     for feature in features:
         out |= feature.tensors() or {}
     return out
@@ -236,11 +234,13 @@ class Saver:
                 if hashes[name] not in map(digest, folder.rglob(name)):
                     raise ValueError(f"{name} is missing, or its hash is not the one in {STATE}")
             stored = reader.read_metadata().state_dict_metadata
-            if any(name.startswith("master.") and name not in mine for name in stored):
-                raise ValueError("it has more weights than the model")
+            # a name may belong to another rank
+            if more := stored.keys() - {*world.concat([*mine])}:
+                raise ValueError(f"it also has the tensor {min(more)}")
             dcp.load(mine, storage_reader=reader, no_dist=world.size == 1)
         for state in self.optimizer.state.values():
-            state["step"].copy_(mine["updates"])
+            if "step" in state:
+                state["step"].copy_(mine["updates"])
         return int(folder.name[11:])
 
 

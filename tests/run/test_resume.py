@@ -6,6 +6,7 @@ Read next: test_output.py.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import logging
@@ -380,8 +381,28 @@ def test_another_models_checkpoint_is_refused(tmp_path, tiny_base):
     config = read_json(folder / "state.json")["config"]
     for base, what in (
         (other, r"Size mismatch between saved torch\.Size\(\[\d+, 48\]\) and current: .* for "),
-        (tied, "it has more weights than the model"),
+        (tied, "it also has the tensor exp_avg.lm_head.weight"),
     ):
         edit_json(folder / "state.json", config={**config, "model": str(base)})
         with refused(rf"belongs to another model \({what}"):
             start(tmp_path, base, resume=True)
+
+
+def test_the_state_of_another_optimizer_is_resumed_or_refused(tmp_path, tiny_base, monkeypatch):
+    """An optimizer that creates its state only in its first step cannot be resumed."""
+
+    def with_state(groups):
+        made = sgd(groups)
+        parameters = [p for group in groups for p in group["params"]]
+        made.state.update({p: {"momentum_buffer": torch.zeros_like(p)} for p in parameters})
+        return made
+
+    sgd = functools.partial(torch.optim.SGD, momentum=0.9)
+    monkeypatch.setattr(optim, "adamw", with_state)
+    whole = start(tmp_path, tiny_base).advance(1)
+    whole.save()
+    resumed = start(tmp_path, tiny_base, resume=True)
+    assert_same(resumed.advance(2).state(), whole.advance(2).state())
+    monkeypatch.setattr(optim, "adamw", sgd)
+    with refused("it also has the tensor momentum_buffer"):
+        start(tmp_path, tiny_base, resume=True)
