@@ -4,6 +4,7 @@ An extra is a subclass of `Feature` with some of the methods below. extras/attac
 extras that the options turn on, always in the same order. Every rank has the same extras. The core
 calls each method in one place and knows nothing else about an extra. Only `metrics` is called in
 two places: for steps and for evaluations. If a method returns None, the core does the work itself.
+An attribute must not have the name of one of these methods, such as `self.optimizer`.
 Read next: run/setup.py and step.py (the callers), extras/attach.py (the list of extras).
 """
 
@@ -58,9 +59,12 @@ class Feature:
     def settings(self, cfg: Config, inputs: Inputs) -> Config | None: ...
     # Initialize weights that the checkpoint does not contain, after the other weights are loaded.
     def loaded(self, model: Decoder) -> None: ...
+    # Return the optimizer of the model. Create its state at once, as `adamw` in run/optim.py does,
+    # because resuming overwrites this state. A checkpoint contains all tensors of the state.
     def optimizer(self, groups: list[dict]) -> torch.optim.Optimizer | None: ...
     # Return further tensors that a checkpoint must contain to resume the run.
-    # Resuming overwrites these tensors, so change them in place.
+    # Resuming overwrites these tensors, so create all of them before the first step, and change
+    # them in place.
     def tensors(self) -> dict[str, Tensor] | None: ...
     def engine(self, run: Run) -> Engine | None: ...
     def wrap(self, engine: Engine, run: Run) -> Engine | None: ...
@@ -69,6 +73,7 @@ class Feature:
     # --- in each step, in this order ---
     # `drawn` holds the prompts of a step for all ranks. Return the prompts that replace them.
     # Every rank must return the same prompts, and as many prompts as `drawn` has.
+    # If a prompt occurs twice, both of its groups get the same completions.
     def draw(self, run: Run, drawn: list[Prompt], seed: int, step: int) -> list[Prompt] | None: ...
     # Read or change the rewards, or replace samples in place.
     # The list contains the samples of this rank.

@@ -159,11 +159,14 @@ def test_a_baseline_with_a_state_is_resumed(tiny_base, files, tmp_path):
 def test_completions_of_two_temperatures_have_the_log_probs_of_their_own(
     tiny_base, files, tmp_path
 ):
-    """Groups are complete, and no two completions share an index."""
+    """Groups are complete, and no two completions share an index. All rewards are 0, so all groups
+    are sampled a second time.
+    """
     feature, seen = example("Another way to sample")["Temperatures"](), []
     feature.scored = lambda run, samples, step: seen.extend(samples)
-    correction = "--vllm-importance-sampling-mode token_truncate --max-steps 1"
-    argv = arguments(tiny_base, files, tmp_path, correction)
+    options = "--vllm-importance-sampling-mode token_truncate --reward-funcs format"
+    options += " --max-resample-times 1 --max-steps 1"
+    argv = arguments(tiny_base, files, tmp_path, options)
     assert main(Config, lambda cfg: [feature], argv) == 0
     assert [s.index for s in seen] == [0, 1, 2, 3] * 4
     model = load_model(tiny_base)
