@@ -226,5 +226,7 @@ def attach(handle: list, size: int, device: torch.device) -> Tensor:
         with open(f"/proc/{pid:d}/fd/{fd:d}", "r+b") as file:
             return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
     raw = [bytes.fromhex(p) if isinstance(p, str) else p for p in handle]
+    # This starts CUDA in a process that has not used it yet. The next call does not.
+    bucket = torch.empty(0, dtype=torch.uint8, device=device)
     storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *raw)
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,), (1,))
+    return bucket.set_(storage, 0, (size,), (1,))

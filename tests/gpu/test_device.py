@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from nanogrpo.engine.local import LocalEngine
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.model import dispatch
 from nanogrpo.types import Prompt
-from nanogrpo.vllm.buckets import BroadcastGroup, InitInfo, SharedBuckets, checksum
+from nanogrpo.vllm.buckets import BroadcastGroup, InitInfo, SharedBuckets, attach, checksum
 from nanogrpo.vllm.process import listen
 from tests.conftest import DEVICE, random_batch, tiny_model
 
@@ -65,6 +66,15 @@ def test_no_result_depends_on_uninitialized_memory(kernels, monkeypatch):
         torch.use_deterministic_algorithms(False)
     assert again == tokens
     assert all(torch.equal(a, b) for a, b in zip(plain, filled, strict=True))
+
+
+@mock.patch.object(torch, "empty")
+def test_cuda_starts_before_a_bucket_of_another_process_is_mapped(empty, monkeypatch):
+    """`_new_shared_cuda` does not start CUDA, and the list of allocators would be empty."""
+    monkeypatch.setattr(
+        torch.UntypedStorage, "_new_shared_cuda", lambda *_: empty.assert_called_once()
+    )
+    attach([], 1, torch.device("cuda"))
 
 
 @pytest.mark.gpu
