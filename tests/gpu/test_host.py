@@ -20,7 +20,7 @@ from nanogrpo import Config
 from nanogrpo.extras import one_gpu, sharding
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.run import optim
-from tests.conftest import random_batch, tiny_model
+from tests.conftest import CUDA, random_batch, tiny_model
 
 
 @pytest.mark.parametrize("kind", step_trace.KINDS)
@@ -66,6 +66,7 @@ def test_copies_follow_the_master_weights_and_gradients_are_float32():
             assert (weight - plain[name]).norm() <= limit * plain[name].norm()
 
 
+@pytest.mark.skipif(CUDA, reason="runs the optimizer's kernel in the interpreter")
 def test_a_run_on_one_gpu_learns_as_a_run_with_shards(rows_of):
     """With copies in float32, and with the optimizer's kernel in the interpreter."""
     usual, fuse = rows_of(folder="usual"), mock.Mock(wraps=one_gpu.fuse)
