@@ -3,8 +3,8 @@ on the time.
 
 In: a device, and whether the shapes are small. Out: one `Case` per operation, created when it is
 needed. Each implementation of an operation is called a side. This file defines nanogrpo's side.
-kernel_peers.py defines the other sides, and kernel_decoder.py defines the operations of the
-decoder. Read next: kernel_speed.py, which measures the times.
+kernel_peers.py defines the sides of other libraries. Read next: kernel_speed.py, which measures the
+times.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from nanogrpo.kernels.reference.policy import Clip, LossInputs
 from torch import Tensor
 
-from bench import kernel_decoder, kernel_peers
+from bench import kernel_peers
 from nanogrpo.extras.lora import nf4, nf4_reference
 from nanogrpo.extras.lora.lora import LoRALinear
 from nanogrpo.extras.lora.nf4_reference import Quantized
@@ -27,7 +28,7 @@ from nanogrpo.kernels import reference
 from nanogrpo.model import head as ops
 from nanogrpo.model.dispatch import functions_for
 
-EPSILON, TEMPERATURE = 0.2, 0.7
+EPSILON, TEMPERATURE, EPS = 0.2, 0.7, 1e-6
 CLIP = Clip(EPSILON, EPSILON)
 OPERATIONS = ("logits", "head", "nf4", "decoder", "lora")  # kinds of operations
 # Only rows that every side computes can be compared with float64.
@@ -51,8 +52,16 @@ class Case:
     truth: Callable[..., Results]
     bytes: float = 0  # bytes that must be read or written at least once
     flop: float = 0  # FLOP of the matrix products
-    restore: Sequence[str] = ()  # inputs that a side may overwrite
+    overwritten: Sequence[str] = ()  # inputs that a side may overwrite
     shape: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._originals = {name: self.inputs[name].clone() for name in self.overwritten}
+
+    def restore(self) -> None:
+        """Reset the overwritten inputs to their original values."""
+        for name, value in self._originals.items():
+            self.inputs[name].copy_(value)
 
 
 def _tokens(count: int, device: str) -> dict[str, Tensor]:
@@ -121,7 +130,7 @@ def rows_case(count: int, vocab: int, device: str, dtype: torch.dtype) -> Case:
         sides,
         truth,
         bytes=2 * base.bytes,
-        restore=("logits",),
+        overwritten=("logits",),
         shape=base.shape,
     )
 
@@ -202,6 +211,101 @@ def nf4_case(rows: int | None, out: int, width: int, device: str, dtype: torch.d
     return Case(name, inputs, sides, truth, bytes=moved, shape=shape)
 
 
+# --- operations with gradients: of the decoder, which are limited by memory, and of LoRA ---
+
+
+def both_ways(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Results]:
+    """Return a side that computes the function and its gradients. The results of the function are
+    also used as its upstream gradients, because they have the right shapes.
+    """
+
+    def side(**inputs: Tensor) -> Results:
+        out = function(**inputs)
+        leaves = {name: v for name, v in inputs.items() if v.requires_grad}
+        grads = torch.autograd.grad(out, list(leaves.values()), [o.detach() for o in out])
+        return {"out": out[0], **{f"d{name}": g for name, g in zip(leaves, grads)}}
+
+    return side
+
+
+def differentiable(
+    name: str,
+    ours: Callable[..., tuple[Tensor, ...]],
+    eager: Callable[..., tuple[Tensor, ...]],
+    inputs: dict[str, Tensor],
+    device: str,
+    **figures: Any,
+) -> Case:
+    """Return a case that computes a function and its gradients. The sides are nanogrpo, eager
+    PyTorch and torch.compile.
+    """
+
+    def truth(**values: Tensor) -> Results:
+        wide = {k: v.detach().double().requires_grad_(v.requires_grad) for k, v in values.items()}
+        return both_ways(eager)(**wide)
+
+    sides = {
+        "nanogrpo": both_ways(ours),
+        "torch eager": both_ways(eager),
+        "torch.compile": both_ways(torch.compile(eager)) if device == "cuda" else "needs a GPU",
+    }
+    return Case(name, inputs, sides, truth, **figures)
+
+
+def decoder_cases(device: str, small: bool) -> list[Callable[[], Case]]:
+    """Return functions that create the cases of the decoder: RMSNorm with residual, QK-norm with
+    RoPE, and SwiGLU.
+    """
+    dtype = torch.float32 if small else torch.bfloat16
+    # the sizes of Qwen3-8B
+    T, D, H, K, E, W = (16, 48, 3, 1, 16, 80) if small else (8192, 4096, 32, 8, 128, 12_288)
+    functions = functions_for(torch.device(device))
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device).to(dtype).requires_grad_()
+
+    def norm() -> Case:
+        def eager(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            h = x + residual
+            return F.rms_norm(h, weight.shape, weight, EPS), h
+
+        return differentiable(
+            "residual add and RMSNorm",
+            lambda **inputs: functions.add_rms_norm(**inputs, eps=EPS),
+            eager,
+            {"x": draw(T, D), "residual": draw(T, D), "weight": draw(D)},
+            device,
+            bytes=8 * T * D * dtype.itemsize,
+            shape={"T": T, "D": D},
+        )
+
+    def rope() -> Case:
+        angles = torch.randn(T, 1, E // 2, device=device).repeat(1, 1, 2)
+        heads = {"q": draw(T, H, E), "k": draw(T, K, E), "q_weight": draw(E), "k_weight": draw(E)}
+        return differentiable(
+            "QK-norm and RoPE",
+            lambda **inputs: functions.norm_rope(**inputs, eps=EPS),
+            lambda **inputs: reference.norm_rope(**inputs, eps=EPS),
+            {**heads, "cos": angles.cos(), "sin": angles.sin()},
+            device,
+            bytes=5 * T * (H + K) * E * dtype.itemsize,
+            shape={"T": T, "H": H, "K": K, "E": E},
+        )
+
+    def swiglu() -> Case:
+        return differentiable(
+            "SwiGLU",
+            lambda gate, up: (functions.swiglu(gate, up),),
+            lambda gate, up: (reference.swiglu(gate, up),),
+            {"gate": draw(T, W), "up": draw(T, W)},
+            device,
+            bytes=8 * T * W * dtype.itemsize,
+            shape={"T": T, "F": W},
+        )
+
+    return [norm, rope, swiglu]
+
+
 def lora_case(count: int, width: int, device: str, dtype: torch.dtype) -> Case:
     """Return a square layer with adapters of rank 16, forward and backward. Only x, A and
     B have gradients, because the weight is frozen.
@@ -212,46 +316,24 @@ def lora_case(count: int, width: int, device: str, dtype: torch.dtype) -> Case:
         return (torch.randn(*shape, generator=g, device=device) * shape[-1] ** -0.5).to(dtype)
 
     x, A, B = draw(count, width) * width**0.5, draw(16, width), draw(width, 16)
-    leaves = {name: v.requires_grad_() for name, v in {"x": x, "A": A, "B": B}.items()}
-    inputs = {**leaves, "weight": draw(width, width), "dy": draw(count, width)}
+    inputs = {name: v.requires_grad_() for name, v in {"x": x, "A": A, "B": B}.items()}
+    inputs["weight"] = draw(width, width)
+    base = torch.nn.Linear(width, width, bias=False, device="meta")
+    layer = LoRALinear(base, Config(lora_r=16, lora_alpha=32))
 
-    def layer(weight: Tensor) -> LoRALinear:
-        base = torch.nn.Linear(width, width, bias=False, device="meta")
-        base.weight = torch.nn.Parameter(weight, requires_grad=False)
-        return LoRALinear(base, Config(lora_r=16, lora_alpha=32))
+    def ours(x: Tensor, A: Tensor, B: Tensor, weight: Tensor) -> tuple[Tensor]:
+        tensors = {"weight": weight, "lora_A": A, "lora_B": B}
+        return (torch.func.functional_call(layer, tensors, x),)
 
-    def both_ways(forward: Callable[..., Tensor]) -> Callable[..., Results]:
-        def side(x, A, B, weight, dy) -> Results:
-            y = forward(x, A, B, weight)
-            dx, dA, dB = torch.autograd.grad(y, (x, A, B), dy)
-            return {"out": y, "dx": dx, "dA": dA, "dB": dB}
+    def eager(x: Tensor, A: Tensor, B: Tensor, weight: Tensor) -> tuple[Tensor]:
+        return (F.linear(x, weight) + F.linear(F.linear(x, A), B) * 2.0,)  # as in PEFT
 
-        return side
-
-    def ours(x: Tensor, A: Tensor, B: Tensor, weight: Tensor) -> Tensor:
-        adapted = layer(weight)
-        del adapted.lora_A, adapted.lora_B
-        adapted.lora_A, adapted.lora_B = A, B
-        return adapted(x)
-
-    def eager(x: Tensor, A: Tensor, B: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x, weight) + F.linear(F.linear(x, A), B) * 2.0  # as in PEFT
-
-    def truth(**values: Tensor) -> Results:
-        wide = {k: v.detach().double() for k, v in values.items()}
-        wide |= {k: wide[k].requires_grad_() for k in "xAB"}
-        return both_ways(eager)(**wide)
-
-    sides: dict[str, Callable[..., Results] | str] = {
-        "nanogrpo": both_ways(ours),
-        "torch eager": both_ways(eager),
-        "torch.compile": both_ways(torch.compile(eager)) if device == "cuda" else "needs a GPU",
-    }
-    return Case(
+    return differentiable(
         "LoRA, layer and gradients",
+        ours,
+        eager,
         inputs,
-        sides,
-        truth,
+        device,
         flop=4 * count * width * (width + 3 * 16),
         shape={"T": count, "D": width, "r": 16},
     )
@@ -261,7 +343,6 @@ def cases(device: str, small: bool) -> dict[str, list[Callable[[], Case]]]:
     """Return functions that create the cases, by kind of operation. The inputs of all cases
     together would not fit into memory.
     """
-    decoder = [lambda make=make: Case(**make()) for make in kernel_decoder.cases(device, small)]
     dtype, count, vocab, widths = torch.bfloat16, 8192, 151_936, (1024, 2048, 4096)
     matrix = 4096, 12_288
     if small:
@@ -275,6 +356,6 @@ def cases(device: str, small: bool) -> dict[str, list[Callable[[], Case]]]:
         "nf4": [
             lambda rows=r: nf4_case(rows, *matrix, device, dtype) for r in (None, 1, 16, 64, 128)
         ],
-        "decoder": decoder,
+        "decoder": decoder_cases(device, small),
         "lora": [lambda width=w: lora_case(count, width, device, dtype) for w in widths],
     }

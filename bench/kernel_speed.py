@@ -33,7 +33,7 @@ from bench import common, kernel_peers, tables
 from bench.kernel_cases import OPERATIONS, Case, cases
 
 
-def errors(case: Case, results: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+def errors(results: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
     """Return the largest error of each result over the rows in `truth`.
 
     Errors of log-probs and entropies are absolute. All other errors are relative to the largest
@@ -41,26 +41,11 @@ def errors(case: Case, results: dict[str, Tensor], truth: dict[str, Tensor]) -> 
     """
     found = {}
     for name in truth.keys() & results.keys():
-        exact = truth[name]
+        exact = truth[name].detach()
         error = (results[name][: len(exact)].detach().double() - exact).abs().max()
         scale = 1.0 if name in ("logp", "entropy") else exact.abs().max().clamp(min=1e-30)
         found[name] = float(error / scale)
     return found
-
-
-class Inputs:
-    """The inputs of a case, and its results in float64. Some implementations overwrite inputs, and
-    `restore` resets these inputs to their original values.
-    """
-
-    def __init__(self, case: Case):
-        self.case = case
-        self.truth = {name: value.detach() for name, value in case.truth(**case.inputs).items()}
-        self.pristine = {name: case.inputs[name].clone() for name in case.restore}
-
-    def restore(self) -> None:
-        for name, value in self.pristine.items():
-            self.case.inputs[name].copy_(value)
 
 
 def seconds_of(work: Callable[[], object]) -> float:
@@ -78,13 +63,13 @@ def measure(case: Case, budget: float) -> dict[str, tuple[common.Timing, dict]]:
 
     Returns the times of each side, and its errors, peak memory and number of launches.
     """
-    inputs = Inputs(case)
+    truth = case.truth(**case.inputs)
     flush = torch.empty(4 * 2**30, dtype=torch.int8, device="cuda")  # far larger than the L2 cache
     runnable = {name: side for name, side in case.sides.items() if callable(side)}
     figures = {}
 
     def prepare() -> None:
-        inputs.restore()
+        case.restore()
         flush.zero_()
 
     # this loop compiles each side and measures everything except time
@@ -107,7 +92,7 @@ def measure(case: Case, budget: float) -> dict[str, tuple[common.Timing, dict]]:
         torch.cuda.synchronize()
         peak = (torch.cuda.max_memory_allocated() - before) / 2**30
         figures[name] = {
-            "errors": errors(case, results, inputs.truth),
+            "errors": errors(results, truth),
             "peak_gib_above_inputs": round(peak, 3),
         }
         del results
@@ -135,11 +120,11 @@ def ceilings() -> dict[str, float]:
     target = torch.empty_like(source)
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 
-    copied, multiplied = (
-        statistics.median([seconds_of(work) for _ in range(13)][3:])
-        for work in (lambda: target.copy_(source), lambda: a @ b)
-    )
-    return {"bytes": 2 * source.nbytes / copied, "flop": 2 * 8192**3 / multiplied}
+    def speed(work: Callable[[], object], amount: int) -> float:
+        return amount / statistics.median([seconds_of(work) for _ in range(13)][3:])
+
+    copied = speed(lambda: target.copy_(source), 2 * source.nbytes)
+    return {"bytes": copied, "flop": speed(lambda: a @ b, 2 * 8192**3)}
 
 
 def chosen(device: str, small: bool, operations: Sequence[str]) -> list[Callable[[], Case]]:
@@ -156,14 +141,14 @@ def check(device: str, operations: Sequence[str]) -> int:
     wrong, lines = 0, []
     for make in chosen(device, True, operations):
         case = make()
-        inputs = Inputs(case)
+        truth = case.truth(**case.inputs)
         for name, side in case.sides.items():
             if isinstance(side, str):
                 lines.append((case.name, name, side, ""))
                 continue
-            inputs.restore()
+            case.restore()
             try:
-                found = errors(case, side(**case.inputs), inputs.truth)
+                found = errors(side(**case.inputs), truth)
             except Exception as problem:
                 if name == "nanogrpo":
                     raise
@@ -225,7 +210,7 @@ def main(argv: Sequence[str]) -> int:
         common.merge("kernel_speed", records, args.out)
         del case
         torch.cuda.empty_cache()
-    tables.show("kernel_speed", records)
+    tables.report("kernel_speed", args.out)
     common.table("not measured", ("operation", "side", "reason"), left_out)
     return 0
 
