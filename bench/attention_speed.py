@@ -16,7 +16,6 @@ nanogrpo/model/gpu_attention.py.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -58,29 +57,13 @@ def work_of(shape: common.ModelConfig, scale: float, device: str) -> tuple[Work,
     return work, pairs
 
 
-def side_of(name: str, device: str) -> Backend | str:
-    """Return the function of a backend, or the reason why the backend cannot run here."""
-    if name == "flash4" and device == "cuda":
-        try:
-            importlib.import_module("flash_attn.cute")
-        except ImportError as problem:
-            return f"cannot be imported: {problem}"
-        if torch.cuda.get_device_capability()[0] not in (9, 10, 11):
-            return "needs Hopper or Blackwell"
-    interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
-    if device == "cpu" and not interpreted:
-        return sdpa if name == "torch" else "needs a GPU"
-    return BACKENDS[name]
-
-
 def truth_of(work: Work) -> list[list[Tensor]]:
     """Return outputs and gradients of all strips in float64, from the reference."""
     found = []
     for strip, (*inputs, dy) in work:
         wide = [x.detach().double().requires_grad_() for x in inputs]
-        sequences = strip.cu_seqlens, strip.max_len
-        plain = Strip(*sequences, strip.kv_rows, strip.kv_cu_seqlens, strip.kv_max_len)
-        out = attention(*wide, plain)
+        # a plain `Strip` gathers keys without kernels, which have no float64
+        out = attention(*wide, Strip(*dataclasses.astuple(strip)))
         found.append([out.detach(), *torch.autograd.grad(out, wide, dy.double())])
     return found
 
@@ -88,32 +71,44 @@ def truth_of(work: Work) -> list[list[Tensor]]:
 class Side:
     """One backend, on all strips."""
 
-    def __init__(self, attend: Backend, work: Work):
+    def __init__(self, attend: Backend, work: Work, truth: list[list[Tensor]]):
         self.attend, self.work = attend, work
-        self.outs: list[Tensor] = []
+        self.forward()
+        self.errors = dict.fromkeys(NAMES, 0.0)
+        for y, grads, exact in zip(self.outs, self.backward(), truth):
+            for name, x, want in zip(NAMES, (y.detach(), *grads), exact):
+                error = (x.double() - want).abs().max() / want.abs().max()
+                self.errors[name] = max(self.errors[name], error.item())
 
     def forward(self) -> None:
         self.outs = [self.attend(*inputs[:3], strip) for strip, inputs in self.work]
 
     def backward(self) -> list[tuple[Tensor, ...]]:
-        pairs = zip(self.outs, self.work)
         return [
             torch.autograd.grad(out, inputs[:3], inputs[3], retain_graph=True)
-            for out, (_, inputs) in pairs
+            for out, (_, inputs) in zip(self.outs, self.work)
         ]
 
-    def errors(self, truth: list[list[Tensor]]) -> dict[str, float]:
-        self.forward()
-        found = [[out.detach(), *grads] for out, grads in zip(self.outs, self.backward())]
-        worst = dict.fromkeys(NAMES, 0.0)
-        for got, want in zip(found, truth):
-            for name, x, exact in zip(NAMES, got, want):
-                error = (x.double() - exact).abs().max() / exact.abs().max()
-                worst[name] = max(worst[name], error.item())
-        return worst
+
+def side_of(name: str, device: str, work: Work, truth: list[list[Tensor]]) -> Side | str:
+    """Return the side of a backend, or the reason why the backend cannot run here."""
+    attend = BACKENDS[name]
+    interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    if device == "cpu" and not interpreted:
+        if name != "torch":
+            return "needs a GPU"
+        attend = sdpa
+    if name == "flash4" and torch.cuda.get_device_capability()[0] not in (9, 10, 11):
+        return "needs Hopper or Blackwell"
+    try:
+        return Side(attend, work, truth)
+    except Exception as problem:
+        if name == "torch":
+            raise
+        return f"{type(problem).__name__}: {problem}"[:200]
 
 
-def main(argv: Sequence[str]) -> int | list[dict]:
+def main(argv: Sequence[str]) -> list[dict]:
     parser = common.parser(
         "attention_speed",
         __doc__,
@@ -124,12 +119,7 @@ def main(argv: Sequence[str]) -> int | list[dict]:
     torch.set_num_threads(args.threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and args.scale > 0.1:
-        print(
-            "bench.attention_speed measures a GPU, and torch finds none; --scale 0.01 runs on a"
-            " CPU.",
-            file=sys.stderr,
-        )
-        return 2
+        parser.error("attention is measured on a GPU, and torch finds none: use --scale 0.01.")
     shape = common.large_qwen3("0.6B", CASE.prompt + CASE.longest)
     if device == "cpu":  # Triton's interpreter is slow
         shape = dataclasses.replace(shape, num_attention_heads=2, num_key_value_heads=1)
@@ -139,50 +129,29 @@ def main(argv: Sequence[str]) -> int | list[dict]:
     flop = forward_flops(shape, 0, 0, pairs) / shape.num_hidden_layers
     label = f"0.6B, {len(work)} strips, {f'{dtype}'[6:]}, {'GPU' if device == 'cuda' else 'CPU'}"
 
-    sides: dict[str, Side] = {}
-    reasons: dict[str, str] = {}
-    figures: dict[str, dict] = {}
-    for name in BACKENDS:
-        function = side_of(name, device)
-        if isinstance(function, str):
-            reasons[name] = function
-            continue
-        sides[name] = Side(function, work)
-        try:
-            figures[name] = {"errors": sides[name].errors(truth)}
-        except Exception as problem:  # a backend that fails has no times
-            if name == "torch":
-                raise
-            reasons[name] = f"{type(problem).__name__}: {problem}"[:200]
-            del sides[name]
+    found = {name: side_of(name, device, work, truth) for name in BACKENDS}
+    sides = {name: side for name, side in found.items() if isinstance(side, Side)}
     warmup = 2 if device == "cuda" else 0
     timings = {}
     for what in ("forward", "backward"):  # first forward, whose outputs the backward pass needs
         calls = {name: getattr(side, what) for name, side in sides.items()}
         timings[what] = common.interleave(calls, args.repeats, warmup, what)
     records = []
-    for name in BACKENDS:
-        if name in reasons:
-            records.append(
-                common.record("attention_speed", label, name, argv, why_not=reasons[name])
-            )
+    for name, side in found.items():
+        if isinstance(side, str):
+            records.append(common.record("attention_speed", label, name, argv, why_not=side))
             continue
         forward, backward = (timings[what][name] for what in ("forward", "backward"))
-        figures[name] |= {
+        figures = {
+            "errors": side.errors,
             "backward_median": backward.median,
             "backward_spread": backward.spread,
-            "tokens": sum(len(inputs[0]) for _, inputs in work),
-            "pairs_per_head": pairs,
             "needed_flop": {"forward": flop, "backward": 2.5 * flop},
         }
-        records.append(
-            common.record("attention_speed", label, name, argv, forward, **figures[name])
-        )
+        records.append(common.record("attention_speed", label, name, argv, forward, **figures))
     common.write("attention_speed", records, args.out)
-    tables.show("attention_speed", records)
-    return records
+    return tables.report("attention_speed", args.out)
 
 
 if __name__ == "__main__":
-    result = main(sys.argv[1:])
-    sys.exit(result if isinstance(result, int) else 0)
+    main(sys.argv[1:])
