@@ -21,6 +21,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -34,7 +35,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench import predict
+from nanogrpo.config import dashed
 from nanogrpo.model.hf_config import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,10 +59,8 @@ def parser(bench: str, doc: str, threads: bool = True, **numbers) -> argparse.Ar
         numbers["threads"] = (2, "CPU threads")
     out = argparse.ArgumentParser(prog=f"python -m bench.{bench}", description=doc.split("\n\n")[0])
     for name, (default, text) in numbers.items():
-        option = f"--{name.replace('_', '-')}"
-        out.add_argument(
-            option, type=type(default), default=default, help=f"{text} (default {default})"
-        )
+        text = f"{text} (default {default})"
+        out.add_argument(f"--{dashed(name)}", type=type(default), default=default, help=text)
     out.add_argument(
         "--out",
         type=Path,
@@ -98,6 +97,16 @@ def add_cases(parser: argparse.ArgumentParser, cases: Collection[str]) -> None:
     )
 
 
+def add_vllm(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--vllm-python`. The default is "" if there is no vLLM (docs/vllm.md)."""
+    found = os.environ.get("NANOGRPO_VLLM_PYTHON") or str(ROOT / ".venv-vllm/bin/python")
+    parser.add_argument(
+        "--vllm-python",
+        default=found if Path(found).exists() else "",
+        help="Python of an environment with vLLM; '' leaves it out (default $NANOGRPO_VLLM_PYTHON)",
+    )
+
+
 # --- models ---
 
 
@@ -123,18 +132,28 @@ def small_qwen3(hidden: int, layers: int, vocab: int, context: int) -> ModelConf
     )
 
 
-LARGE = ("0.6B", "1.7B")
+def _qwen3(D: int, F: int, layers: int, heads: int, tied: bool = True) -> ModelConfig:
+    return ModelConfig(
+        *("qwen3", 151936, D, F, layers, heads, 8, 128, 40960),
+        rope_theta=1e6,
+        tie_word_embeddings=tied,
+    )
+
+
+QWEN3 = {
+    "0.6B": _qwen3(1024, 3072, 28, 16),
+    "1.7B": _qwen3(2048, 6144, 28, 16),
+    "4B": _qwen3(2560, 9728, 36, 32),
+    "8B": _qwen3(4096, 12288, 36, 32, tied=False),
+    "14B": _qwen3(5120, 17408, 40, 40, tied=False),
+    "32B": _qwen3(5120, 25600, 64, 64, tied=False),
+}
+LARGE = ("0.6B", "1.7B")  # the models of the GPU benchmarks
 
 
 def large_qwen3(name: str, context: int) -> ModelConfig:
-    """Return the shape of a real Qwen3 with tied embeddings, for the GPU benchmarks."""
-    return dataclasses.replace(predict.QWEN3[name], max_position_embeddings=context)
-
-
-def vllm_python() -> str:
-    """Return the path of the Python with vLLM (see docs/vllm.md), or "" if it does not exist."""
-    found = os.environ.get("NANOGRPO_VLLM_PYTHON") or str(ROOT / ".venv-vllm/bin/python")
-    return found if Path(found).exists() else ""
+    """Return the shape of a real Qwen3, for the GPU benchmarks."""
+    return dataclasses.replace(QWEN3[name], max_position_embeddings=context)
 
 
 # --- measuring ---
@@ -235,16 +254,10 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 def machine() -> dict:
     """Return the hardware, the versions and the commit, but no host name and no paths."""
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                cpu = line.split(":", 1)[1].strip()
-                break
+    cpu = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     libraries = versions(("torch", "triton", "transformers", "trl", "vllm"))
     return {
-        "cpu": cpu,
+        "cpu": cpu[1] if cpu else platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -290,14 +303,13 @@ def record(
     }
 
 
-def write(name: str, records: list[dict], folder: Path = RESULTS) -> Path:
+def write(name: str, records: list[dict], folder: Path = RESULTS) -> None:
     """Write `folder/<name>.json` atomically, replacing the results of an earlier run."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     part = path.with_suffix(".part")
     part.write_text(json.dumps(records, indent=1) + "\n")
     part.replace(path)
-    return path
 
 
 def read(name: str, folder: Path = RESULTS) -> list[dict]:
@@ -306,13 +318,13 @@ def read(name: str, folder: Path = RESULTS) -> list[dict]:
     return json.loads(path.read_text()) if path.exists() else []
 
 
-def merge(name: str, records: list[dict], folder: Path = RESULTS) -> Path:
+def merge(name: str, records: list[dict], folder: Path = RESULTS) -> None:
     """Write records to folder/<name>.json. A new record replaces the earlier record of the same
     case and side. All other records are kept, so a benchmark can be run in parts.
     """
     fresh = {(record["case"], record["side"]): record for record in records}
     kept = [fresh.pop((r["case"], r["side"]), r) for r in read(name, folder)]
-    return write(name, [*kept, *fresh.values()], folder)
+    write(name, [*kept, *fresh.values()], folder)
 
 
 # --- tables and pictures ---
@@ -371,22 +383,24 @@ def table(title: str, columns: Sequence[str], lines: Sequence[Sequence[object]])
     console.print(out)
 
 
-def subplots(*args, **kwargs):
-    """Return `matplotlib.pyplot.subplots(…)`, for plots that are saved to a file and not shown."""
-    import matplotlib
+def markdown(columns: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+    """Return a table in Markdown."""
+    rows = columns, ["---"] * len(columns), *lines
+    cells = ([show(x).replace("|", "\\|") for x in row] for row in rows)
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    return plt.subplots(*args, **kwargs)
+def subplots(*args, figsize: tuple[float, float], **kwargs):
+    """Return a figure that is saved to a file and not shown, and its axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize)
+    return figure, figure.subplots(*args, **kwargs)
 
 
 def save_picture(figure, path: Path) -> None:
-    import matplotlib.pyplot as plt
-
     for axis in figure.axes:
         axis.grid(alpha=0.3)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
-    plt.close(figure)

@@ -193,11 +193,7 @@ def main(argv: Sequence[str]) -> list[dict]:
         action="store_true",
         help="sample from a vLLM server, which train.py starts; one round is enough",
     )
-    parser.add_argument(
-        "--vllm-python",
-        default=common.vllm_python(),
-        help="Python interpreter of an environment with vLLM (default $NANOGRPO_VLLM_PYTHON)",
-    )
+    common.add_vllm(parser)
     common.add_alone(parser)
     args = parser.parse_args(argv)
     if args.vllm and not args.vllm_python:

@@ -14,13 +14,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-import torch
-
-from bench import predict
+from bench import common, predict
 from nanogrpo import Config
-from nanogrpo.distributed.world import World
 from nanogrpo.extras import memory
 from nanogrpo.extras.lora import lora
 from nanogrpo.extras.profiles import PROFILES
@@ -47,16 +43,6 @@ def model(name: str, cfg: Config) -> Decoder:
     return out
 
 
-def gpus(size: int) -> World:
-    """Return the `World` of rank 0, for `size` ranks with a GPU each. The GPUs need not exist."""
-    return World(0, size, torch.device("cuda", 0))
-
-
-def inputs(shape: Decoder, world: World, longest: int = PROMPT) -> Any:
-    """Return an object with only those parts of a run that the memory estimate reads."""
-    return predict.inputs(shape, world, longest)
-
-
 def free(card: int) -> int:
     """Return the bytes of free memory on a GPU with `card` GB."""
     return (card - 1) << 30
@@ -64,7 +50,7 @@ def free(card: int) -> int:
 
 def cell(shape: Decoder, cfg: Config, size: int, card: int) -> str:
     """Return the chosen settings and the predicted memory, or how much memory is missing."""
-    run = inputs(shape, gpus(size))
+    run = predict.inputs(shape, predict.gpus(size), PROMPT)
     chosen = memory.choose(run, cfg, free(card))
     needed = memory.on_device(memory.table(run, chosen))
     if needed > free(card):
@@ -77,21 +63,16 @@ def cell(shape: Decoder, cfg: Config, size: int, card: int) -> str:
 
 def tables() -> str:
     """Return the tables."""
-    lines = []
+    sections = []
     for command, cfg in COMMANDS.items():
-        shapes = {name: model(name, cfg) for name in SHAPES}
-        lines += [
-            f"### `{command}`",
-            "",
-            f"| model | GPUs | {' | '.join(f'{c} GB' for c in CARDS)} |",
-            f"| --- | --- | {' | '.join('---' for _ in CARDS)} |",
-        ]
-        for name, shape in shapes.items():
+        lines = []
+        for name in SHAPES:
+            shape = model(name, cfg)
             for size in SIZES:
-                cells = (cell(shape, cfg, size, card) for card in CARDS)
-                lines.append(f"| {name} | {size} | {' | '.join(cells)} |")
-        lines.append("")
-    return "\n".join(lines)
+                lines.append((name, size, *(cell(shape, cfg, size, card) for card in CARDS)))
+        table = common.markdown(("model", "GPUs", *(f"{card} GB" for card in CARDS)), lines)
+        sections.append(f"### `{command}`\n\n{table}\n")
+    return "\n".join(sections)
 
 
 def main(argv: Sequence[str]) -> None:

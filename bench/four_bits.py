@@ -93,8 +93,7 @@ def main(argv: Sequence[str]) -> list[dict]:
         ]
         runs.complete("four_bits", records, wanted, start, argv, args.out)
     draw(records, common.place_of(args.out, "docs/img/four_bits.png"))
-    tables.show("four_bits", records)
-    return records
+    return tables.report("four_bits", args.out)
 
 
 if __name__ == "__main__":

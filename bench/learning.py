@@ -130,9 +130,7 @@ def main(argv: Sequence[str]) -> list[dict]:
         wanted = list(itertools.product(range(args.seeds), (*common.SIDES, common.REPLAYED)))
         runs.complete("learning", records, wanted, start, argv, args.out)
     draw(records, common.place_of(args.out, "docs/img/learning.png"))
-    tables.show("learning", records)
-    print(f"results: {args.out / 'learning.json'}")
-    return records
+    return tables.report("learning", args.out)
 
 
 if __name__ == "__main__":

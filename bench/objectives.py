@@ -42,6 +42,7 @@ from rich.progress import Progress
 import train
 from bench import common, real_model
 from bench.learning import fingerprint
+from bench.tables_learning import show
 from nanogrpo.extras import commandline, completions
 from nanogrpo.extras.arithmetic import warmup
 from nanogrpo.logs.files import read_records
@@ -356,11 +357,6 @@ def run_case(base: str, options: str, seed: int) -> dict:
 # --- the page ---
 
 
-def spread(values: Sequence[float]) -> str:
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.fmean(values):.3f} ± {deviation:.3f}"
-
-
 def runs_of(records: Sequence[dict], experiment: str, case: str) -> list[dict]:
     options = command(experiment, case)
     return sorted((r for r in records if r["options"] == options), key=lambda r: r["seed"])
@@ -403,7 +399,7 @@ def lines_of(records: Sequence[dict], experiment: str) -> list[list[str]]:
                 *(
                     text
                     for value in (end, training)
-                    for text in (spread([*map(value, mine)]), difference(value, mine, first))
+                    for text in (show([*map(value, mine)], 3), difference(value, mine, first))
                 ),
                 f"{statistics.fmean(r['entropies'][-1] for r in mine):.3f}",
                 "–" if clip[0] is None else f"{100 * statistics.fmean(clip):.2f} %",
@@ -421,7 +417,6 @@ def page(records: Sequence[dict]) -> str:
             continue
         first = runs_of(records, name, next(iter(experiment.cases)))
         before = statistics.fmean(r["held_out"][0] for r in first)
-        rows = [COLUMNS, ["---"] * len(COLUMNS), *table]
         out += [
             f"## {name.capitalize()}\n",
             f"{experiment.question}\n",
@@ -429,7 +424,7 @@ def page(records: Sequence[dict]) -> str:
             f"Before training, the held-out accuracy is {before:.3f}."
             " All rows have these options:\n",
             f"```\n{experiment.options}\n```\n",
-            *(f"| {' | '.join(row)} |" for row in rows),
+            common.markdown(COLUMNS, table),
             f"\n{where([r for case in experiment.cases for r in runs_of(records, name, case)])}\n",
         ]
     return "\n".join(out)

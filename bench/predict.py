@@ -23,11 +23,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from bench import cost
+from bench import common, cost
+from bench.common import QWEN3
 from nanogrpo.config import dashed
 from nanogrpo.distributed.world import World
 from nanogrpo.errors import UserError
@@ -38,28 +36,11 @@ from nanogrpo.extras.options import Config
 from nanogrpo.logs import progress
 from nanogrpo.model import checkpoint, weights
 from nanogrpo.model.decoder import Decoder
-from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.run.setup import empty_model
 
 logger = logging.getLogger("nanogrpo")
 
 
-def _qwen3(D: int, F: int, layers: int, heads: int, tied: bool = True) -> ModelConfig:
-    return ModelConfig(
-        *("qwen3", 151936, D, F, layers, heads, 8, 128, 40960),
-        rope_theta=1e6,
-        tie_word_embeddings=tied,
-    )
-
-
-QWEN3 = {
-    "0.6B": _qwen3(1024, 3072, 28, 16),
-    "1.7B": _qwen3(2048, 6144, 28, 16),
-    "4B": _qwen3(2560, 9728, 36, 32),
-    "8B": _qwen3(4096, 12288, 36, 32, tied=False),
-    "14B": _qwen3(5120, 17408, 40, 40, tied=False),
-    "32B": _qwen3(5120, 25600, 64, 64, tied=False),
-}
 RESERVED = 1 << 30  # bytes that CUDA itself takes on a GPU
 # maximum number of completions per step; predictions for more would take minutes
 MOST = 100_000
@@ -109,8 +90,13 @@ class Layout(NamedTuple):
         return sum(s.values())
 
 
-def inputs(model: Decoder, world: World, longest_prompt: int) -> Any:
-    """Return the inputs of the memory estimate."""
+def gpus(size: int) -> World:
+    """Return the `World` of rank 0, for `size` ranks with a GPU each. The GPUs need not exist."""
+    return World(0, size, torch.device("cuda", 0))
+
+
+def inputs(model: Decoder, world: World, longest_prompt: int = 256) -> Any:
+    """Return an object with only those parts of a run that the memory estimate reads."""
     more = {"rewards": SimpleNamespace(local=[]), "features": []}
     return SimpleNamespace(model=model, world=world, longest_prompt=longest_prompt, **more)
 
@@ -163,8 +149,7 @@ def layouts(model: Decoder, cfg: Config, args: argparse.Namespace) -> Iterator[L
         addresses = tuple(m.addresses for m in machines)
         engine = "local" if embedded else "vllm"
         given = dataclasses.replace(cfg, engine=engine, server=addresses)
-        world = World(0, trainers, torch.device("cuda", 0))
-        place = inputs(model, world, args.longest_prompt)
+        place = inputs(model, gpus(trainers), args.longest_prompt)
         chosen = memory.choose(place, given, free)
         rows = memory.table(place, chosen)
         if memory.on_device(rows) > free:
@@ -339,33 +324,27 @@ def report(found: list[Layout], args: argparse.Namespace, words: list[str], disk
     fastest layout. `disk` is the size of a checkpoint in bytes.
     """
     best = found[0]
-    table = Table(
-        title=f"{args.gpus} × {args.gpu}: estimated seconds per step", title_justify="left"
-    )
-    for name in ("trainers", "servers", "sync", "sample", "score", "train", "step", "GiB"):
-        table.add_column(name, justify="right")
+    lines = []
     for x in found[:8]:
         servers = sum(m.number * m.servers for m in x.machines)
         sampling = f"{servers} × {x.each}" if servers else "embedded"
         numbers = [*x.seconds.values(), x.total, memory.on_device(x.rows) / 2**30]
-        table.add_row(str(x.trainers), sampling, *(f"{number:.1f}" for number in numbers))
-    sizes = Table(title="memory of one training GPU", title_justify="left")
-    sizes.add_column("what")
-    sizes.add_column("GiB", justify="right")
-    for row in sorted(best.rows, key=lambda row: -row.bytes):
-        if row.bytes:
-            sizes.add_row(
-                Text(row.name + (" (host)" if row.on_host else "")), f"{row.bytes / 2**30:.1f}"
-            )
-    device = memory.on_device(best.rows)
-    sizes.add_row("on the GPU together", f"{device / 2**30:.1f}")
-    sizes.add_row("a checkpoint on the disk", f"{disk / 2**30:.1f}")
-    console = Console()
-    console.print(table)
-    console.print(Text(assumptions(best, args)), soft_wrap=True)
-    console.print(sizes)
-    for line in commands(best, args.model, words, args.per_node):
-        console.print(Text(line), soft_wrap=True)
+        lines.append((x.trainers, sampling, *(f"{number:.1f}" for number in numbers)))
+    columns = ("trainers", "servers", *best.seconds, "step", "GiB")
+    common.table(f"{args.gpus} × {args.gpu}: estimated seconds per step", columns, lines)
+    print(assumptions(best, args))
+    sizes = {
+        row.name + (" (host)" if row.on_host else ""): row.bytes
+        for row in sorted(best.rows, key=lambda row: -row.bytes)
+        if row.bytes
+    }
+    sizes |= {
+        "on the GPU together": memory.on_device(best.rows),
+        "a checkpoint on the disk": disk,
+    }
+    memory_lines = [(name, f"{size / 2**30:.1f}") for name, size in sizes.items()]
+    common.table("memory of one training GPU", ("what", "GiB"), memory_lines)
+    print(*commands(best, args.model, words, args.per_node), sep="\n")
 
 
 def main(argv: list[str] | None = None) -> int:

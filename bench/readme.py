@@ -123,12 +123,8 @@ def origin(record: dict) -> str:
 def section(name: str, records: list[dict]) -> str:
     """Return the Markdown section of a benchmark."""
     bench = tables.BENCHES[name]
-    rule = ["---"] * len(bench.columns)
-    out = [f"## {name}", "", bench.question, ""]
-    for line in (bench.columns, rule, *tables.lines_of(name, records)):
-        cells = (common.show(x).replace("|", "\\|") for x in line)
-        out.append("| " + " | ".join(cells) + " |")
-    out.append("")
+    table = common.markdown(bench.columns, tables.lines_of(name, records))
+    out = [f"## {name}", "", bench.question, "", table, ""]
     notes = bench.notes(records) if records else []
     if notes:
         out += [*(f"* {note}" for note in notes), ""]

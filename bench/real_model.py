@@ -214,9 +214,7 @@ def main(argv: Sequence[str]) -> list[dict]:
         records = measure(cfg, args, records, argv)
     if compared := [r for r in records if r["case"] != "profile"]:
         learning.draw(compared, common.place_of(args.out, "docs/img/real_model.png"))
-    tables.show("real_model", records)
-    print(f"results: {args.out / 'real_model.json'}")
-    return records
+    return tables.report("real_model", args.out)
 
 
 def measure(

@@ -348,11 +348,7 @@ def main(argv: Sequence[str]) -> list[dict]:
         layers=(4, "layers of the model"),
         vocab=(2048, "vocabulary"),
     )
-    parser.add_argument(
-        "--vllm-python",
-        default=common.vllm_python(),
-        help="Python of an environment with vLLM; '' leaves it out (default $NANOGRPO_VLLM_PYTHON)",
-    )
+    common.add_vllm(parser)
     parser.add_argument(
         "--vllm-options",
         nargs="*",
@@ -374,9 +370,7 @@ def main(argv: Sequence[str]) -> list[dict]:
             parser.error(f"--shape {args.shape} needs a GPU, and torch finds none.")
         for kind in [name for name in args.cases if name != "even"]:
             common.merge("rollout_large", on_gpu(kind, args, argv), args.out)
-        records = common.read("rollout_large", args.out)
-        tables.show("rollout_large", records)
-        return records
+        return tables.report("rollout_large", args.out)
 
     context = args.prompt_length + max(args.length, args.longest)
     cfg = common.small_qwen3(args.hidden, args.layers, args.vocab, context)

@@ -276,9 +276,9 @@ def main(argv: Sequence[str]) -> list[dict]:
         found = soak(args.real_vllm or args.faults, args.seed, args.workers, real)
         failed = found["broken"]
     seconds = round(time.monotonic() - began, 1)
-    records = [common.record("soak", case, "nanogrpo", argv, **found, seconds=seconds)]
-    common.merge("soak", records, args.out)
-    tables.show("soak", records)
+    record = common.record("soak", case, "nanogrpo", argv, **found, seconds=seconds)
+    common.merge("soak", [record], args.out)
+    records = tables.report("soak", args.out)
     if failed:
         raise SystemExit(1)
     return records

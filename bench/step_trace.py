@@ -404,12 +404,12 @@ def main(argv: Sequence[str]) -> list[dict]:
         records = [of_gpu(args.shape, args.repeats, args.budget, args.fsdp2, argv)]
     else:
         records = of_host(args.repeats, argv)
-    path = common.merge("step_trace", records, args.out)
+    common.merge("step_trace", records, args.out)
     profiled = [r for r in common.read("step_trace", args.out) if "milliseconds" in r]
     if profiled:
         draw(profiled, common.place_of(args.out, "docs/img/step_trace.png"))
     show(records)
-    print(f"results: {path}")
+    print(f"results: {args.out / 'step_trace.json'}")
     return records
 
 

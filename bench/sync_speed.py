@@ -77,11 +77,7 @@ def main(argv: Sequence[str]) -> list[dict]:
         repeats=(50, "timed syncs of the small model with each transport"),
         large_repeats=(15, "timed syncs of the large model with each transport"),
     )
-    parser.add_argument(
-        "--vllm-python",
-        default=common.vllm_python() or sys.executable,
-        help="Python interpreter of an environment with vLLM (default $NANOGRPO_VLLM_PYTHON)",
-    )
+    common.add_vllm(parser)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -92,7 +88,8 @@ def main(argv: Sequence[str]) -> list[dict]:
             base = Path(folder) / "base"
             model = make_base(base, shape)
             options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "64"]
-            sidecar = Sidecar(base, options, args.vllm_python, Path(folder) / "serve.log")
+            python = args.vllm_python or sys.executable
+            sidecar = Sidecar(base, options, python, Path(folder) / "serve.log")
             first = VLLMEngine(model, max_len=32, sidecar=sidecar, transport=TRANSPORTS[0])
             engines = {TRANSPORTS[0]: first}
             # Each additional transport gets its own client for the same server.
@@ -130,8 +127,6 @@ def main(argv: Sequence[str]) -> list[dict]:
                         seconds_p95=statistics.quantiles(timing.seconds, n=20)[-1],
                         bytes=nbytes,
                         gigabytes_per_second=nbytes / timing.median / 1e9,
-                        parameters=sum(p.numel() for p in model.parameters()),
-                        vllm="vllm-cpu 0.32.0",
                     )
                 )
             first.close()

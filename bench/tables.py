@@ -505,14 +505,7 @@ def lines_of(name: str, records: list[dict]) -> Lines:
 
 def report(name: str, folder: Path) -> list[dict]:
     """Print the table of the records in a folder, and return these records."""
-    records = common.read(name, folder)
-    show(name, records)
-    print(f"results: {folder / f'{name}.json'}")
-    return records
-
-
-def show(name: str, records: list[dict]) -> None:
-    """Print the table on the console."""
-    bench = BENCHES[name]
+    bench, records = BENCHES[name], common.read(name, folder)
     common.table(bench.question, bench.columns, bench.lines(records))
-    print(*bench.notes(records), sep="\n")
+    print(*bench.notes(records), f"results: {folder / f'{name}.json'}", sep="\n")
+    return records

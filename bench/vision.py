@@ -103,8 +103,7 @@ def main(argv: Sequence[str]) -> list[dict]:
         wanted = list(itertools.product(range(args.seeds), SIDES))
         runs.complete("vision", records, wanted, start, argv, args.out)
     draw(records, common.place_of(args.out, "docs/img/vision.png"))
-    tables.show("vision", records)
-    return records
+    return tables.report("vision", args.out)
 
 
 if __name__ == "__main__":

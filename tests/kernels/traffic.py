@@ -27,13 +27,13 @@ from nanogrpo.kernels.triton import norm
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench import predict
+from bench import common
 from nanogrpo.extras import one_gpu
 from nanogrpo.kernels import reference
 from nanogrpo.model import dispatch
 from nanogrpo.model.decoder import Block
 
-QWEN3 = predict.QWEN3["0.6B"]
+QWEN3 = common.QWEN3["0.6B"]
 TOKENS = 16_384
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bench import common, fits
+from bench import common, fits, predict
 from nanogrpo import Config
 from nanogrpo.distributed import fsdp
 from nanogrpo.distributed.world import World
@@ -44,7 +44,7 @@ def counted_once():
 
 
 def needed(model: Decoder, cfg: Config, size: int, longest: int = fits.PROMPT) -> int:
-    return memory.on_device(memory.table(fits.inputs(model, fits.gpus(size), longest), cfg))
+    return memory.on_device(memory.table(predict.inputs(model, predict.gpus(size), longest), cfg))
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_every_model_starts_on_every_card_or_a_sentence_says_what_is_missing(
 ):
     cfg, free = fits.COMMANDS[command], fits.free(card)
     model = shape(name, cfg)
-    inputs = fits.inputs(model, fits.gpus(size))
+    inputs = predict.inputs(model, predict.gpus(size))
     has(free)
     chosen = memory.choose(inputs, cfg, free)
     assert chosen.reduce_gradients == "step" or size > 1
@@ -95,7 +95,7 @@ def test_more_memory_never_chooses_leaner_settings():
     cfg, seen = fits.COMMANDS["train.py"], []
     model = shape("1.7B", cfg)
     for free in range(40, 141, 3):
-        chosen = memory.choose(fits.inputs(model, fits.gpus(1)), cfg, free * GIB)
+        chosen = memory.choose(predict.inputs(model, predict.gpus(1)), cfg, free * GIB)
         assert needed(model, chosen, 1) + memory.MARGIN <= free * GIB
         assert chosen.slots == 64
         share = (chosen.cache_tokens * 64 // (64 * 768)).bit_length()  # of the cache, in halvings
@@ -110,7 +110,7 @@ def test_more_memory_never_chooses_leaner_settings():
 @pytest.mark.parametrize(("free", "slots"), [(40, 256), (60, 256), (100, 512), (140, 512)])
 def test_more_than_256_slots_are_chosen_only_with_half_of_their_cache(free, slots):
     cfg = dataclasses.replace(fits.COMMANDS["train.py"], generation_batch_size=2048)
-    inputs = fits.inputs(shape("1.7B", cfg), fits.gpus(1))
+    inputs = predict.inputs(shape("1.7B", cfg), predict.gpus(1))
     chosen = memory.choose(inputs, cfg, free * GIB)
     assert chosen.slots == slots
     assert (chosen.cache_tokens >= 256 * 768) == (slots > 256)  # 768 is the largest length
@@ -120,7 +120,7 @@ def test_a_long_prompt_makes_the_cache_smaller_instead_of_ending_the_run():
     """With room for the longest prompt in each of 64 slots, the cache would need 115 GiB."""
     cfg = fits.COMMANDS["train.py"]
     model = shape("0.6B", cfg)
-    chosen = memory.choose(fits.inputs(model, fits.gpus(1), 16_384), cfg, fits.free(80))
+    chosen = memory.choose(predict.inputs(model, predict.gpus(1), 16_384), cfg, fits.free(80))
     assert chosen.slots == 64
     assert 16_896 < chosen.cache_tokens < 64 * 16_896 / 1.4
     assert needed(model, chosen, 1, 16_384) + memory.MARGIN <= fits.free(80)
@@ -136,7 +136,7 @@ def test_what_the_user_gives_is_kept_and_the_rest_is_chosen_around_it():
     for name, value in given.items():
         cfg = Config(**{name: value})
         for free in (20, 60, 200):
-            inputs = fits.inputs(shape("0.6B", Config()), fits.gpus(1))
+            inputs = predict.inputs(shape("0.6B", Config()), predict.gpus(1))
             chosen = memory.choose(inputs, cfg, free * GIB)
             assert getattr(chosen, name) == value
 
@@ -149,9 +149,9 @@ def test_all_ranks_choose_the_same_for_the_fullest_gpu(caplog, monkeypatch):
     monkeypatch.setattr(World, "gather", lambda self, mine: free)
     found = []
     for rank in (0, 1):
-        place = dataclasses.replace(fits.gpus(2), rank=rank)
+        place = dataclasses.replace(predict.gpus(2), rank=rank)
         with caplog.at_level(logging.INFO):
-            found.append(memory.fit(fits.inputs(model, place), cfg))
+            found.append(memory.fit(predict.inputs(model, place), cfg))
     assert found[0][0] == found[1][0]
     assert found[0][1] > found[1][1]
     assert found[0][0].checkpointing != "none" or found[0][0].strip_tokens < 16384
@@ -163,7 +163,7 @@ def test_all_ranks_choose_the_same_for_the_fullest_gpu(caplog, monkeypatch):
 def test_a_server_on_the_same_gpu_is_counted_but_is_not_the_trainers(has):
     has(fits.free(80))
     model = shape("0.6B", Config())
-    sizes, inputs = [], fits.inputs(model, fits.gpus(1))
+    sizes, inputs = [], predict.inputs(model, predict.gpus(1))
     for where in ({}, {"server": ("http://there:1",)}, {"vllm_gpus": "1"}):
         cfg = Config(engine="vllm", max_concurrent=16, cache_tokens=8000, **where)
         chosen = memory.choose(inputs, cfg, fits.free(80))
@@ -189,7 +189,7 @@ def test_shards_of_a_large_model_on_eight_ranks_are_as_large_as_estimated(cfg):
     """FSDP2 shards the model on a pretended process group."""
     place = World(0, 8, torch.device("cpu"))
     model = fits.model("1.7B", cfg)
-    row = memory.table(fits.inputs(model, place), cfg)[0]
+    row = memory.table(predict.inputs(model, place), cfg)[0]
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     try:
         fsdp.prepare(model, place, cfg)
