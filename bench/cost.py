@@ -175,6 +175,13 @@ class Weights(NamedTuple):
         return cls(c.block_weights, head, total, layers)
 
 
+def matrices(c: ModelConfig) -> list[tuple[int, int]]:
+    """Return (input size, output size) of each matrix of a layer."""
+    D, F, q = c.hidden_size, c.intermediate_size, c.num_attention_heads * c.head_dim
+    kv = c.num_key_value_heads * c.head_dim
+    return [(D, q), (D, kv), (D, kv), (q, D), (D, F), (D, F), (F, D)]
+
+
 def layer(c: ModelConfig, d: Device) -> Layer:
     """Return the operations of a layer. A Triton kernel reads and writes each of its tensors once.
     The backward pass moves about twice as many bytes as the forward pass.

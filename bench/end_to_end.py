@@ -157,10 +157,7 @@ def figures_of(rounds: list[dict], cfg: Config) -> tuple[common.Timing, dict]:
         "steps_per_second": 1 / timing.median,
         "tokens_per_second": tokens / sum(timing.seconds),
         "mean_length": statistics.fmean(lengths),
-        "longest": cfg.max_completion_length,
-        "completions": cfg.generation_batch_size,
         "phases": phases,
-        "rounds": len(rounds),
         "peak_bytes": max(run["peak_bytes"] for run in rounds),
         "peak_bytes_above_libraries": max(run["peak_bytes_above_libraries"] for run in rounds),
     }
@@ -236,7 +233,6 @@ def main(argv: Sequence[str]) -> list[dict]:
                     speedup_over_trl=figures["TRL"][0].median / timing.median
                     if "TRL" in figures
                     else None,
-                    model=dataclasses.asdict(shape),
                 )
                 for side, (timing, own) in figures.items()
             ]

@@ -72,7 +72,6 @@ def main(argv: Sequence[str]) -> list[dict]:
     devices = {"cpu": "", "cuda": " on a GPU"}
     parser.add_argument("--device", choices=devices, default="cpu", help="default: cpu")
     args = parser.parse_args(argv)
-    records = [] if args.afresh else common.read("four_bits", args.out)
     if not args.redraw:
         if not args.base.exists():
             warmup.make_base(args.base)
@@ -91,9 +90,10 @@ def main(argv: Sequence[str]) -> list[dict]:
             for case, count in seeds.items()
             for seed, side in itertools.product(range(count), SIDES)
         ]
-        runs.complete("four_bits", records, wanted, start, argv, args.out)
+        runs.complete("four_bits", wanted, start, args, argv)
+    records = tables.report("four_bits", args.out)
     draw(records, common.place_of(args.out, "docs/img/four_bits.png"))
-    return tables.report("four_bits", args.out)
+    return records
 
 
 if __name__ == "__main__":

@@ -37,49 +37,30 @@ TESTS = (
     *("tests/model/test_attention.py", "tests/model/test_nf4_kernels.py"),
     "tests/vision/test_model.py",
 )
-# Each stage is a list of commands, and each command is a list of arguments for Python.
-# OUT is replaced by the folder for results.
-STAGES: dict[str, list[list[str]]] = {  # tables.py names these stages, too
-    "environment": [["-m", "torch.utils.collect_env"]],
-    "tests": [["-m", "pytest", "-q", *TESTS]],
-    "trace": [
-        ["-m", "bench.step_trace", "--shape", "0.6B", "--out", "OUT"],
-        ["-m", "bench.step_trace", "--shape", "1.7B", "--out", "OUT"],
-    ],
+# The commands of each stage, without `python`. OUT stands for the folder for results.
+STAGES: dict[str, list[str]] = {  # tables.py names these stages, too
+    "environment": ["-m torch.utils.collect_env"],
+    "tests": [f"-m pytest -q {' '.join(TESTS)}"],
+    "trace": [f"-m bench.step_trace --shape {size} --out OUT" for size in common.LARGE],
     "kernels": [
-        ["-m", "bench.kernel_speed", "--check"],
-        [
-            *("-m", "bench.kernel_speed", "--seconds", "8", "--out", "OUT"),
-            *("--operations", "logits", "head", "nf4", "decoder"),
-        ],
+        "-m bench.kernel_speed --check",
+        "-m bench.kernel_speed --seconds 8 --out OUT --operations logits head nf4 decoder",
     ],
-    "lora": [["-m", "bench.kernel_speed", "--operations", "lora", "--out", "OUT"]],
-    "attention": [["-m", "bench.attention_speed", "--out", "OUT"]],
-    "step": [["-m", "bench.step_time", "--shape", "0.6B", "--out", "OUT"]],
-    "decode": [
-        ["-m", "bench.rollout_speed", "--shape", "0.6B", "--cases", "uneven", "--out", "OUT"]
-    ],
-    "nano-vllm": [
-        [
-            *("-m", "bench.rollout_speed", "--shape", "0.6B", "--cases", "nano-vllm"),
-            *("--repeats", "3", "--out", "OUT"),
-        ],
-    ],
+    "lora": ["-m bench.kernel_speed --operations lora --out OUT"],
+    "attention": ["-m bench.attention_speed --out OUT"],
+    "step": ["-m bench.step_time --shape 0.6B --out OUT"],
+    "decode": ["-m bench.rollout_speed --shape 0.6B --cases uneven --out OUT"],
+    "nano-vllm": ["-m bench.rollout_speed --shape 0.6B --cases nano-vllm --repeats 3 --out OUT"],
     "train": [
-        ["examples/word_problems.py", "runs/problems"],
-        [
-            *("train.py", "--config", "examples/word_problems.json", "--max-steps", "10"),
-            *("--overwrite-output-dir", "--output-dir", "OUT/gpu_train"),
-        ],
+        "examples/word_problems.py runs/problems",
+        "train.py --config examples/word_problems.json --max-steps 10 --overwrite-output-dir"
+        " --output-dir OUT/gpu_train",
     ],
 }
 # The files that a stage needs. `make gpu` creates them if the model can be downloaded.
 NEEDS = {"train": "runs/smollm2/config.json"}
 # The records that the stages write. tables.py defines a table for each.
-TABLES = (
-    *("gpu", "kernel_speed", "attention_speed", "step_trace"),
-    *("step_large", "rollout_large"),
-)
+TABLES = ["gpu", "kernel_speed", "attention_speed", "step_trace", "step_large", "rollout_large"]
 
 
 def run(stage: str, out: Path, limit: float = LIMIT) -> dict:
@@ -94,7 +75,7 @@ def run(stage: str, out: Path, limit: float = LIMIT) -> dict:
     began, status = time.perf_counter(), "passed"
     with (out / f"gpu_{stage}.log").open("w") as log:
         for command in STAGES[stage]:
-            argv = [sys.executable, *(a.replace("OUT", str(out)) for a in command)]
+            argv = [sys.executable, *(a.replace("OUT", str(out)) for a in command.split())]
             process = subprocess.Popen(
                 argv,
                 env=env,

@@ -102,7 +102,6 @@ def main(argv: Sequence[str]) -> list[dict]:
         eval_steps=(2, "number of steps between evaluations on the held-out problems"),
     )
     args = parser.parse_args(argv)
-    records = [] if args.afresh else common.read("learning", args.out)
     if not args.redraw:
         if not args.base.exists():
             warmup.make_base(args.base)
@@ -125,12 +124,12 @@ def main(argv: Sequence[str]) -> list[dict]:
             )
             return {**runs.run(side, cfg, args.threads), **same}
 
-        # Records of runs with other options are not used.
-        records = [r for r in records if all(r[name] == value for name, value in same.items())]
         wanted = list(itertools.product(range(args.seeds), (*common.SIDES, common.REPLAYED)))
-        runs.complete("learning", records, wanted, start, argv, args.out)
+        # Records of runs with other options are not used.
+        runs.complete("learning", wanted, start, args, argv, lambda r: same.items() <= r.items())
+    records = tables.report("learning", args.out)
     draw(records, common.place_of(args.out, "docs/img/learning.png"))
-    return tables.report("learning", args.out)
+    return records
 
 
 if __name__ == "__main__":

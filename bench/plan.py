@@ -19,7 +19,7 @@ import dataclasses
 import statistics
 import sys
 import tempfile
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,12 +69,7 @@ def work_of(samples: list[Sample]) -> cost.Work:
 
 def seconds(work: Callable[[], object], repeats: int = 3) -> float:
     """Return the median duration of a call in seconds."""
-    found = []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - began)
-    return statistics.median(found[1:])
+    return statistics.median(timeit.repeat(work, number=1, repeat=repeats + 1)[1:])
 
 
 def backward(function: Callable[..., Any], *inputs: Tensor) -> float:
@@ -87,13 +82,6 @@ def backward(function: Callable[..., Any], *inputs: Tensor) -> float:
         torch.autograd.grad(outs, inputs, [torch.ones_like(x) for x in outs])
 
     return seconds(both)
-
-
-def shapes(c: ModelConfig) -> list[tuple[int, int]]:
-    """Return (input size, output size) of each matrix of a layer."""
-    D, F, q = c.hidden_size, c.intermediate_size, c.num_attention_heads * c.head_dim
-    kv = c.num_key_value_heads * c.head_dim
-    return [(D, q), (D, kv), (D, kv), (q, D), (D, F), (D, F), (F, D)]
 
 
 def operations(c: ModelConfig) -> cost.Layer:
@@ -120,7 +108,7 @@ def training(c: ModelConfig, samples: list[Sample], layer: cost.Layer) -> dict[s
         schedule.plan(range(len(samples)), [s.facts for s in samples], cfg), samples, cfg
     )
     T = len(batch.tokens)
-    products = [backward(linear.linear, rand(T, i), rand(o, i)) for i, o in shapes(c)]
+    products = [backward(linear.linear, rand(T, i), rand(o, i)) for i, o in cost.matrices(c)]
     flops = 6 * T * c.block_weights / sum(products)
 
     attend = StripAttention(
@@ -162,7 +150,7 @@ def decoding(c: ModelConfig, samples: list[Sample]) -> dict[str, float]:
     rows = max(1, round(sum(len(s.token_ids) for s in samples) / longest))  # on average
     # Each layer gets its own matrices. Matrices shared by all layers could fit into the cache,
     # although the model's weights do not.
-    whole = [*shapes(c) * L, (c.hidden_size, V)]
+    whole = [*cost.matrices(c) * L, (c.hidden_size, V)]
     steps = [(linear.repacked(rand(o, i), None, len(samples)), i) for i, o in whole]
 
     def products(count: int) -> float:
@@ -247,7 +235,6 @@ def measure(size: str, args: argparse.Namespace, argv: Sequence[str]) -> dict:
         predicted={**guess, "step": sum(guess.values())},
         real={**real, "step": sum(real.values())},
         device=device._asdict(),
-        parameters=cost.Weights.of(c).total,
     )
 
 

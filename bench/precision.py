@@ -162,7 +162,6 @@ def main(argv: Sequence[str]) -> list[dict]:
     )
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    records = [] if args.afresh else common.read("precision", args.out)
     if not args.redraw:
         if not args.base.exists():
             make_wide(args.base)
@@ -175,7 +174,8 @@ def main(argv: Sequence[str]) -> list[dict]:
         wanted = [(0, side) for side in WIDES]
         wanted += [(seed, side) for seed in range(args.seeds) for side in SIDES]
         with patch.dict(task.SIZE, train=512, eval=64):  # makes a run start faster
-            runs.complete("precision", records, wanted, start, argv, args.out)
+            runs.complete("precision", wanted, start, args, argv)
+    records = common.read("precision", args.out)
     text = page((common.ROOT / PAGE).read_text(), records)
     common.place_of(args.out, PAGE).write_text(text)
     print(text[text.index(HEAD) :])

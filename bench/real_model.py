@@ -30,19 +30,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
-import math
 import statistics
 import sys
 import tempfile
-import time
+import timeit
 from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
 
-from bench import common, learning, runs, tables
+from bench import common, cost, learning, runs, tables
 from bench.step_large import forward_flops, needed_flops
 from nanogrpo import Config
 from nanogrpo.extras import commandline
@@ -93,29 +93,18 @@ def prepare(cfg: Config) -> None:
 # --- the share of the peak ---
 
 
-def matmul_peak(c: ModelConfig, rows: int, repeats: int = 5) -> dict[str, float]:
-    """Return the FLOP/s of each of the model's matrix products, for inputs with this number of
-    rows. Each product is timed several times with PyTorch's own function and with oneDNN's
-    (kernels/linear.py), and the fastest time counts.
+def matmul_peak(c: ModelConfig, rows: int) -> float:
+    """Return the FLOP/s of the fastest of the model's matrix products, for inputs with this number
+    of rows. Each product is timed several times with PyTorch's own function and with oneDNN's
+    (kernels/linear.py).
     """
-    D, F, E = c.hidden_size, c.intermediate_size, c.head_dim
-    shapes = {
-        "q_proj": (D, c.num_attention_heads * E),
-        "k_proj": (D, c.num_key_value_heads * E),
-        "gate_proj": (D, F),
-        "down_proj": (F, D),
-    }
-    found = {}
-    for name, (n_in, n_out) in shapes.items():
+    best = 0.0
+    for n_in, n_out in set(cost.matrices(c)):
         x, w = torch.randn(rows, n_in), torch.randn(n_out, n_in)
-        best = math.inf
         for multiply in (torch.nn.functional.linear, linear.product):
-            for _ in range(repeats):
-                began = time.perf_counter()
-                multiply(x, w)
-                best = min(best, time.perf_counter() - began)
-        found[name] = 2 * rows * n_in * n_out / best
-    return found
+            times = timeit.repeat(functools.partial(multiply, x, w), number=1, repeat=5)
+            best = max(best, 2 * rows * n_in * n_out / min(times))
+    return best
 
 
 def sampling_flops(c: ModelConfig, samples: Sequence[Sample]) -> float:
@@ -123,14 +112,11 @@ def sampling_flops(c: ModelConfig, samples: Sequence[Sample]) -> float:
     group.
     """
     prompts = {s.prompt.id: len(s.prompt.token_ids) for s in samples}
-    sampled = sum(len(s.token_ids) for s in samples)
     # The last token of a completion is never an input of the model.
-    tokens = sum(prompts.values()) + sampled - len(samples)
-    pairs = sum(n * (n + 1) / 2 for n in prompts.values())
-    for s in samples:
-        n, m = len(s.prompt.token_ids), len(s.token_ids) - 1
-        pairs += m * n + m * (m + 1) / 2
-    return forward_flops(c, tokens, sampled, pairs)
+    inputs = [len(s.token_ids) - 1 for s in samples]
+    work = cost.Work([*prompts.values()], inputs)
+    tokens = sum(prompts.values()) + sum(inputs)
+    return forward_flops(c, tokens, sum(inputs) + len(samples), sum(work.pairs))
 
 
 def profile(cfg: Config, threads: int) -> dict:
@@ -159,9 +145,8 @@ def profile(cfg: Config, threads: int) -> dict:
     with tempfile.TemporaryDirectory() as where, patch.object(train, "pack", counted):
         cfg = dataclasses.replace(cfg, eval_steps=0, eval_data=(), save_steps=0, output_dir=where)
         found = runs.ours(cfg, sampled)
-    after = matmul_peak(shape, rows)
-    peak = max(*before.values(), *after.values())
-    out: dict = {"peak_flops": peak, "matmul_flops": {"before": before, "after": after}}
+    peak = max(before, matmul_peak(shape, rows))
+    out: dict = {"peak_flops": peak}
     flops = {
         "train": [needed_flops(shape, batches) for batches in trained],
         "sample": [sampling_flops(shape, samples) for samples in sampled],
@@ -170,8 +155,6 @@ def profile(cfg: Config, threads: int) -> dict:
         seconds = found["phases"][phase]
         first = min(1, len(counts) - 1)
         out[phase] = {
-            "flops": counts,
-            "seconds": seconds,
             "share_of_peak": statistics.median(
                 f / s / peak for f, s in list(zip(counts, seconds))[first:]
             ),
@@ -202,25 +185,22 @@ def main(argv: Sequence[str]) -> list[dict]:
     if args.quick and args.out == common.RESULTS:
         parser.error("--quick measures nothing: name a folder for its results with --out.")
     cfg = options(args)
-    records = common.read("real_model", args.out)
     if args.profile:
         prepare(cfg)
         found = profile(cfg, args.threads)
-        records = [r for r in records if r["case"] != "profile"]
-        records.append(common.record("real_model", "profile", "nanogrpo", argv, **found))
-        common.write("real_model", records, args.out)
+        record = common.record("real_model", "profile", "nanogrpo", argv, **found)
+        common.merge("real_model", [record], args.out)
     elif not args.redraw:
         prepare(cfg)
-        records = measure(cfg, args, records, argv)
+        measure(cfg, args, argv)
+    records = tables.report("real_model", args.out)
     if compared := [r for r in records if r["case"] != "profile"]:
         learning.draw(compared, common.place_of(args.out, "docs/img/real_model.png"))
-    return tables.report("real_model", args.out)
+    return records
 
 
-def measure(
-    cfg: Config, args: argparse.Namespace, records: list[dict], argv: Sequence[str]
-) -> list[dict]:
-    """Perform all runs that have no record yet, and return all records."""
+def measure(cfg: Config, args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Perform all runs that have no record yet."""
     steps = {"nanogrpo": cfg.max_steps, "TRL": min(args.trl_steps, cfg.max_steps)}
     same = {
         "threads": args.threads,
@@ -232,13 +212,6 @@ def measure(
             if (value := getattr(cfg, f.name)) != f.default and f.name not in NOT_SETTINGS
         },
     }
-    # Records of runs with other options are not used. Profiles are always kept.
-    records = [
-        r
-        for r in records
-        if r["case"] == "profile"
-        or (not args.afresh and {**same, "steps": steps[r["side"]]}.items() <= r.items())
-    ]
     wanted = [
         (seed, side)
         for seed, side in itertools.product(range(args.seeds), common.SIDES)
@@ -249,8 +222,11 @@ def measure(
         run = dataclasses.replace(cfg, seed=seed, max_steps=steps[side])
         return {**runs.run(side, run, args.threads, TRL_MICRO), **same, "steps": steps[side]}
 
-    runs.complete("real_model", records, wanted, start, argv, args.out)
-    return records
+    def keep(r: dict) -> bool:
+        """Return whether a record is a profile or a run with the same options."""
+        return r["case"] == "profile" or (same | {"steps": steps[r["side"]]}).items() <= r.items()
+
+    runs.complete("real_model", wanted, start, args, argv, keep)
 
 
 if __name__ == "__main__":

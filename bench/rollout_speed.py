@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import os
 import random
@@ -118,7 +117,7 @@ def peer(model: Decoder, attention: str):
     """Return a transformers model with the same weights, ready for `generate`."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(**{**model.cfg.to_dict(), "attn_implementation": attention})
+    config = Qwen3Config(**model.cfg.to_dict(), attn_implementation=attention)
     weight = model.lm_head.weight
     theirs = Qwen3ForCausalLM(config).eval().to(weight.device, weight.dtype)
     theirs.load_state_dict(model.state_dict(), strict=True)
@@ -231,7 +230,6 @@ def measure(
     kind: str,
     engines: dict[str, LocalEngine | VLLMEngine],
     peers: dict[str, Callable[[list[Prompt]], list[int]]],
-    model: Decoder,
     args: argparse.Namespace,
     argv: Sequence[str],
 ) -> list[dict]:
@@ -250,14 +248,6 @@ def measure(
     timings = common.interleave(sides, args.repeats, title=case)
     best = min((timings[name].median for name in peers), default=None)
     tokens = sum(lengths)
-    figures = {
-        "tokens": tokens,
-        "completions": len(lengths),
-        "longest": max(lengths),
-        "mean_length": tokens / len(lengths),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "model": dataclasses.asdict(model.cfg),
-    }
     records = [
         common.record(
             "rollout_speed",
@@ -267,7 +257,7 @@ def measure(
             timing,
             tokens_per_second=tokens / timing.median,
             speedup_over_best_generate=best / timing.median if best else None,
-            **figures,
+            tokens=tokens,
         )
         for name, timing in timings.items()
     ]
@@ -330,7 +320,7 @@ def on_gpu(kind: str, args: argparse.Namespace, argv: Sequence[str]) -> list[dic
         if args.vllm_python:
             engines["vLLM"] = stack.enter_context(vllm_server(model, args))
         peers = generators(kind, model, args, stack) if nano else {}
-        return measure(case, kind, engines, peers, model, args, argv)
+        return measure(case, kind, engines, peers, args, argv)
 
 
 def main(argv: Sequence[str]) -> list[dict]:
@@ -387,7 +377,7 @@ def main(argv: Sequence[str]) -> list[dict]:
         for kind in args.cases:
             peers = {} if args.alone else generators(kind, model, args, stack)
             case = "nano-vllm, small" if kind == "nano-vllm" else kind
-            records += measure(case, kind, engines, peers, model, args, argv)
+            records += measure(case, kind, engines, peers, args, argv)
     common.write("rollout_speed", records, args.out)
     return tables.report("rollout_speed", args.out)
 

@@ -81,15 +81,19 @@ def parser(bench: str, doc: str, base: Path, **numbers) -> argparse.ArgumentPars
 
 def complete(
     bench: str,
-    records: list[dict],
     wanted: Sequence[tuple[int, str]],
     start: Callable[[int, str], dict],
+    args: argparse.Namespace,
     argv: Sequence[str],
-    folder: Path,
+    keep: Callable[[dict], bool] = lambda record: True,
 ) -> None:
     """Run each (seed, side) that has no record yet, and write its record when the run ends.
-    `start(seed, side)` performs one run and returns its measurements.
+    `start(seed, side)` performs one run and returns its measurements. `keep` says whether an
+    earlier record is used.
     """
+    records = [
+        r for r in common.read(bench, args.out) if keep(r) and not (args.afresh and "seed" in r)
+    ]
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(bench, total=len(wanted))
         for seed, side in wanted:
@@ -97,7 +101,7 @@ def complete(
             if not any((r.get("seed"), r["side"]) == (seed, side) for r in records):
                 found = {**start(seed, side), "seed": seed}
                 records.append(common.record(bench, f"seed {seed}", side, argv, **found))
-                common.write(bench, records, folder)
+                common.write(bench, records, args.out)
             progress.advance(task)
 
 
@@ -148,21 +152,10 @@ def reset_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-# The metrics that are read from the logs of both trainers: our name → name in the logs.
-METRICS = {
-    "reward": "reward",
-    "accuracy": "rewards/accuracy_reward/mean",
-    "length": "completions/mean_length",
-}
-
-
 def series(steps: list[dict]) -> dict[str, list]:
-    """Return a list of values, one per step, for each of the METRICS that the run logged."""
-    return {
-        name: [step[metric] for step in steps]
-        for name, metric in METRICS.items()
-        if metric in steps[0]
-    }
+    """Return the mean reward and the mean length of each step, from the log of either trainer."""
+    metrics = {"reward": "reward", "length": "completions/mean_length"}
+    return {name: [step[metric] for step in steps] for name, metric in metrics.items()}
 
 
 def first_reward(row: dict, prefix: str = "") -> float:

@@ -65,33 +65,22 @@ Setting = tuple[str, float]  # (gradient checkpointing, micro-batch size / token
 
 
 @contextlib.contextmanager
-def ours(folder: Path, cfg: Config, samples: list[Sample], setting: Setting) -> Iterator[Ours]:
-    checkpointing, share = setting
-    budget = round(cfg.strip_tokens * share)
-    # the settings that a run chooses on one GPU with enough memory
-    settings = {"gradient_checkpointing": checkpointing, "reshard_after_forward": "never"}
-    cfg = dataclasses.replace(cfg, token_budget=budget, **settings)
+def ours(folder: Path, cfg: Config, samples: list[Sample]) -> Iterator[Ours]:
     with join(cfg) as world:
         yield Ours(folder, cfg, world)
 
 
 @contextlib.contextmanager
-def theirs(folder: Path, cfg: Config, samples: list[Sample], setting: Setting) -> Iterator[Trl]:
-    checkpointing, share = setting
-    micro = micro_batches(samples, cfg.strip_tokens * share)
-    yield Trl(folder, cfg, micro, checkpointing != "none")
+def theirs(folder: Path, cfg: Config, samples: list[Sample]) -> Iterator[Trl]:
+    yield Trl(folder, cfg, micro_batches(samples, cfg.strip_tokens))
 
 
 @contextlib.contextmanager
-def packed(
-    folder: Path, cfg: Config, samples: list[Sample], setting: Setting
-) -> Iterator[TrlAsync]:
-    checkpointing, share = setting
-    cfg = dataclasses.replace(cfg, token_budget=round(cfg.strip_tokens * share))
-    yield TrlAsync(folder, cfg, checkpointing != "none")
+def packed(folder: Path, cfg: Config, samples: list[Sample]) -> Iterator[TrlAsync]:
+    yield TrlAsync(folder, cfg)
 
 
-def micro_batches(samples: list[Sample], tokens: float) -> int:
+def micro_batches(samples: list[Sample], tokens: int) -> int:
     """Return the largest number of equal micro-batches with at least `tokens` tokens each."""
     n, width = len(samples), padded_width(samples)
     return max(k for k in range(1, n + 1) if n % k == 0 and (k == 1 or n // k * width >= tokens))
@@ -160,17 +149,23 @@ def attempt(
     name: str, folder: Path, cfg: Config, samples: list[Sample], setting: Setting, repeats: int
 ) -> tuple[common.Timing, dict]:
     """Measure one side with one setting. Two untimed steps come first."""
+    checkpointing, share = setting
+    cfg = dataclasses.replace(
+        cfg,
+        token_budget=round(cfg.strip_tokens * share),
+        gradient_checkpointing=checkpointing,
+        reshard_after_forward="never",  # as a run chooses on one GPU with enough memory
+    )
     held = runs.memory()["now"]
-    with SETTINGS[name][0](folder, cfg, samples, setting) as side:
+    with SETTINGS[name][0](folder, cfg, samples) as side:
         side.clock = lambda phase: contextlib.nullcontext()
         norm = side.step(samples)
         runs.reset_peak()
         timing = common.interleave({name: lambda: side.step(samples)}, repeats, title=name)[name]
         return timing, {
             "gradient_norm": norm,
-            "computed_tokens": side.computed(samples),
             "peak_bytes": runs.memory()["peak"] - held,
-            "gradient_checkpointing": setting[0],
+            "gradient_checkpointing": checkpointing,
             "micro_batches": side.micro,
         }
 
@@ -226,13 +221,10 @@ def measure(
             return common.record("step_time", label, side, argv, why_not=result)
         timing, figures = result
         figures |= {
-            "completion_tokens": trained,
             "tokens_per_second": trained / timing.median,
-            "needed_flops": flops,
             "mfu": flops / timing.median / peak if peak else None,
             "speedup_over_trl": trl[0].median / timing.median if trl else None,
             "memory_over_trl": figures["peak_bytes"] / trl[1]["peak_bytes"] if trl else None,
-            "model": dataclasses.asdict(shape),
         }
         return common.record("step_time", label, side, argv, timing, **figures)
 

@@ -75,13 +75,12 @@ def main(argv: Sequence[str]) -> list[dict]:
         for case in args.cases:
             records, norms = [], []
             with tempfile.TemporaryDirectory() as where:
-                shape = step_time.write_model(CASES[case], Path(where), args)
+                step_time.write_model(CASES[case], Path(where), args)
                 for side in SIDES:
                     progress.update(task, description=f"{case}: {side}")
                     command = ["bench.step_memory", *settings, "--child", case, side, where]
                     found = common.in_process(Path(where), command, args.threads)
                     norms.append(found["gradient_norms"])
-                    found["model"] = shape
                     records.append(common.record("step_memory", case, side, argv, **found))
                     progress.advance(task)
             for step in zip(*norms):

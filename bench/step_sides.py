@@ -148,7 +148,7 @@ def padded_width(samples: list[Sample]) -> int:
 class Trl:
     """TRL's trainer on the same completions: its batch layout, `_compute_loss` and optimizer."""
 
-    def __init__(self, folder: Path, cfg: Config, micro: int = 1, checkpointing: bool = False):
+    def __init__(self, folder: Path, cfg: Config, micro: int = 1):
         from bench import trl_run
 
         cfg = dataclasses.replace(cfg, model=str(folder))
@@ -156,14 +156,14 @@ class Trl:
         prompts = [Prompt(i, "0", [0]) for i in range(cfg.prompts_per_step)]
         output = Path(tempfile.mkdtemp())
         trainer = trl_run.trainer(cfg, prompts, [share_of_even], output, micro)
-        self.prepare(trainer, micro, checkpointing)
+        self.prepare(trainer, micro, cfg)
         self.micro = micro
 
-    def prepare(self, trainer: Any, accumulation: int, checkpointing: bool) -> None:
+    def prepare(self, trainer: Any, accumulation: int, cfg: Config) -> None:
         """Do what `Trainer.train`, which is not called here, would do before the first step."""
         self.trainer = trainer
         trainer.create_optimizer()
-        if checkpointing:
+        if cfg.checkpointing != "none":
             trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
         trainer.current_gradient_accumulation_steps = accumulation
         self.clock = metrics.Clock(trainer.accelerator.device)
@@ -275,7 +275,7 @@ class TrlAsync(Trl):
     completions, which are computed before the first step.
     """
 
-    def __init__(self, folder: Path, cfg: Config, checkpointing: bool = False):
+    def __init__(self, folder: Path, cfg: Config):
         import datasets
         from trl.experimental.async_grpo import async_grpo_trainer as theirs
         from trl.experimental.async_grpo import packing
@@ -300,7 +300,7 @@ class TrlAsync(Trl):
             rollout_worker=nothing,
             weight_transfer=nothing,
         )
-        self.prepare(trainer, 1, checkpointing)
+        self.prepare(trainer, 1, cfg)
         self.collate = theirs.DataCollatorForRollout(0)
         self.row, self.budget = packing.TreeRow, cfg.strip_tokens
         self.logp: list[Tensor] = []

@@ -113,7 +113,6 @@ def measure(case: str, args: argparse.Namespace, argv: Sequence[str]) -> list[di
             "phases": {phase: s / (args.repeats + 1) for phase, s in seconds.items()},
             "speedup_over_trl": None if args.alone else timings["TRL"].median / timing.median,
             "gradient_norm": norms[name],
-            "parameters": sum(p.numel() for p in sides["nanogrpo"].model.parameters()),
             "model": shape,
         }
         records.append(common.record("step_time", case, name, argv, timing, **figures))

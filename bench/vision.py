@@ -92,7 +92,6 @@ def main(argv: Sequence[str]) -> list[dict]:
         steps=(30, "GRPO steps per run"),
     )
     args = parser.parse_args(argv)
-    records = [] if args.afresh else common.read("vision", args.out)
     if not args.redraw:
         prepare(args.base)
 
@@ -101,9 +100,10 @@ def main(argv: Sequence[str]) -> list[dict]:
             return {**runs.run("nanogrpo", cfg, args.threads), "steps": args.steps}
 
         wanted = list(itertools.product(range(args.seeds), SIDES))
-        runs.complete("vision", records, wanted, start, argv, args.out)
+        runs.complete("vision", wanted, start, args, argv)
+    records = tables.report("vision", args.out)
     draw(records, common.place_of(args.out, "docs/img/vision.png"))
-    return tables.report("vision", args.out)
+    return records
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ def test_a_bare_machine_collects_the_tests_and_imports_the_benchmarks():
     """It has torch, Triton, transformers, peft, pytest and hypothesis."""
     hidden = ["trl", "bitsandbytes", "datasets", "uvicorn", "fastapi", "math_verify", "vllm"]
     hidden += ["torchao", "liger_kernel"]
-    modules = [m.removeprefix("bench.") for stage in gpu.STAGES.values() for [_, m, *_] in stage]
+    commands = [command.split() for stage in gpu.STAGES.values() for command in stage]
+    modules = [m.removeprefix("bench.") for _, m, *_ in commands]
     program = (
         f"import sys; sys.modules.update(dict.fromkeys({hidden})); import importlib, pytest\n"
         f"for m in {sorted({m for m in modules if (common.ROOT / f'bench/{m}.py').exists()})}:\n"
