@@ -175,6 +175,14 @@ GPU_STAGES = (
 GPU_CASES = [
     (f"{size}, GPU, bfloat16, uneven", side) for size in common.LARGE for side in common.SIDES
 ]
+BEFORE_AND_AFTER = (
+    "runs",
+    "held-out accuracy, before",
+    "after",
+    "reward, last 5 steps",
+    "training seconds",
+    "peak memory",
+)
 BENCHES = {
     "parity_trl": Bench(
         "How much do nanogrpo's results differ from the results of TRL 1.16.0's own code in"
@@ -207,15 +215,7 @@ BENCHES = {
         "Do LoRA adapters (r = 8) learn as well on a 4-bit base model as on a bfloat16 base model?"
         " One model learns the tiny task, and SmolLM2-135M-Instruct learns the word problems of"
         " `make real`. The table shows mean ± standard deviation over the seeds.",
-        (
-            "base",
-            "runs",
-            "held-out accuracy, before",
-            "after",
-            "reward, last 5 steps",
-            "training seconds",
-            "peak memory",
-        ),
+        ("base", *BEFORE_AND_AFTER),
         tables_learning.before_and_after,
         [(f"{case}, {s}",) for case in ("tiny", "135M on a GPU") for s in ("bfloat16", "4 bits")],
         "four_bits.png",
@@ -237,15 +237,7 @@ BENCHES = {
         " numbers on dice in pictures (examples/pictures.py). In the control experiment, called"
         " noise, random pixels replace the pictures. The table shows mean ± standard deviation over"
         " the seeds.",
-        (
-            "side",
-            "runs",
-            "held-out accuracy, before",
-            "after",
-            "reward, last 5 steps",
-            "training seconds",
-            "peak memory",
-        ),
+        ("side", *BEFORE_AND_AFTER),
         tables_learning.before_and_after,
         (("pictures",), ("noise",)),
         "vision.png",

@@ -22,12 +22,10 @@ def curve(records: list[dict], name: str) -> tuple[list[int], list[float], list[
     `name` is the name of a list with one value per step, or "held_out".
     """
     if name == "held_out":
-        steps = sorted(map(int, records[0][name]))
-        values = [[r[name][str(step)] for r in records] for step in steps]
+        steps, values = sorted(map(int, records[0][name])), map(held_out, records)
     else:
-        steps = list(range(1, len(records[0][name]) + 1))
-        values = [list(at) for at in zip(*(r[name] for r in records))]
-    means, stds = zip(*map(mean_std, values))
+        steps, values = list(range(1, len(records[0][name]) + 1)), (r[name] for r in records)
+    means, stds = zip(*map(mean_std, zip(*values)))
     return steps, list(means), list(stds)
 
 
@@ -38,9 +36,7 @@ def apart(records: list[dict], name: str) -> tuple[float, float]:
     the largest distance in standard deviations. The standard deviation at a step is the square root
     of the mean of the two variances. If both variances are 0, the means must be equal.
     """
-    (_, a, sa), (_, b, sb) = (
-        curve([r for r in records if r["side"] == side], name) for side in SIDES
-    )
+    (_, a, sa), (_, b, sb) = (curve(by_side(records)[side], name) for side in SIDES)
     distances = []
     for x, dx, y, dy in zip(a, sa, b, sb):
         deviation = ((dx**2 + dy**2) / 2) ** 0.5
@@ -59,17 +55,21 @@ def seconds_to(record: dict, accuracy: float) -> float | None:
     return sum(record["seconds"][: min(reached)]) if reached else None
 
 
-def runs_of(records: list[dict]) -> dict[str, list[dict]]:
-    """Return the runs of each trainer."""
-    return {side: [r for r in records if r["side"] == side and "held_out" in r] for side in SIDES}
+def by_side(records: list[dict]) -> dict[str, list[dict]]:
+    """Return the runs of each side that has runs."""
+    found: dict[str, list[dict]] = {}
+    for r in records:
+        if "held_out" in r:  # not a profile
+            found.setdefault(r["side"], []).append(r)
+    return found
 
 
 def alternated(records: list[dict]) -> dict[str, list[dict]]:
     """Return the runs of those seeds that both trainers ran, because only the times of these runs
     can be compared. If only one trainer has runs, all its runs are returned.
     """
-    runs = runs_of(records)
-    both = {r["seed"] for r in runs["nanogrpo"]} & {r["seed"] for r in runs["TRL"]}
+    runs = by_side(records)
+    both = set.intersection(*({r["seed"] for r in runs.get(side, ())} for side in SIDES))
     return {side: [r for r in mine if r["seed"] in both] or mine for side, mine in runs.items()}
 
 
@@ -85,39 +85,39 @@ def show_reached(seconds: Sequence[float | None], digits: int) -> str:
     return f"{text} ({never} never)" if never else text
 
 
+def ends(runs: list[dict]) -> list[str]:
+    """Show the held-out accuracy before and after training."""
+    return [show([held_out(r)[i] for r in runs], 3) for i in (0, -1)]
+
+
+def last_rewards(runs: list[dict]) -> str:
+    return show([statistics.fmean(r["reward"][-5:]) for r in runs], 3)
+
+
 def learning(records: list[dict]) -> list[tuple]:
     lines = []
-    for side in (*SIDES, REPLAYED):
-        mine = [r for r in records if r["side"] == side]
-        if not mine:
-            continue
-        ends = [held_out(r)[-1] for r in mine]
-        reward = [statistics.fmean(r["reward"][-5:]) for r in mine]
+    for side, mine in by_side(records).items():
         seconds, to90 = "does not sample", ""
         if side in SIDES:
             seconds = show([sum(r["seconds"]) for r in mine], 1)
             to90 = show_reached([seconds_to(r, 0.9) for r in mine], 1)
-        lines.append((side, len(mine), show(ends, 3), show(reward, 3), seconds, to90))
+        lines.append((side, len(mine), ends(mine)[1], last_rewards(mine), seconds, to90))
     return lines
 
 
 def before_and_after(records: list[dict]) -> list[tuple]:
     """Return one line per side, with its held-out accuracy before and after training."""
-    lines = []
-    for name in dict.fromkeys(r["side"] for r in records):
-        mine = [r for r in records if r["side"] == name]
-        lines.append(
-            (
-                name,
-                f"{len(mine)} × {mine[0]['steps']} steps",
-                show([held_out(r)[0] for r in mine], 3),
-                show([held_out(r)[-1] for r in mine], 3),
-                show([statistics.fmean(r["reward"][-5:]) for r in mine], 3),
-                show([sum(r["seconds"]) for r in mine], 1),
-                mib(max(r["peak_bytes_above_libraries"] for r in mine)),
-            )
+    return [
+        (
+            side,
+            f"{len(mine)} × {mine[0]['steps']} steps",
+            *ends(mine),
+            last_rewards(mine),
+            show([sum(r["seconds"]) for r in mine], 1),
+            mib(max(r["peak_bytes_above_libraries"] for r in mine)),
         )
-    return lines
+        for side, mine in by_side(records).items()
+    ]
 
 
 def real_model(records: list[dict]) -> list[tuple]:
@@ -127,14 +127,10 @@ def real_model(records: list[dict]) -> list[tuple]:
     count = min((r["steps"] for mine in timed.values() for r in mine), default=0)
     first = {side: [s for r in mine for s in r["seconds"][:count]] for side, mine in timed.items()}
     lines = []
-    for side, mine in runs_of(records).items():
-        if not mine:
-            continue
-        over = (
-            statistics.median(first["TRL"]) / statistics.median(first[side])
-            if first["TRL"]
-            else None
-        )
+    for side, mine in by_side(records).items():
+        over = None
+        if "TRL" in first:
+            over = statistics.median(first["TRL"]) / statistics.median(first[side])
         seconds = [s for r in timed[side] for s in r["seconds"]]
         phases = {
             name: statistics.median([s for r in timed[side] for s in r["phases"][name]])
@@ -148,8 +144,7 @@ def real_model(records: list[dict]) -> list[tuple]:
                 f"{min(seconds):.3g} – {max(seconds):.3g}",
                 times(over) if side != "TRL" else "",
                 mib(max(r["peak_bytes_above_libraries"] for r in mine)),
-                show([held_out(r)[0] for r in mine], 3),
-                show([held_out(r)[-1] for r in mine], 3),
+                *ends(mine),
                 show_reached([seconds_to(r, held_out(r)[0] + 0.25) for r in timed[side]], 0),
                 listed(phases, ".2f"),
             )
@@ -182,7 +177,7 @@ def replay_apart(records: list[dict]) -> list[str]:
 
     In these records, "ours" is nanogrpo's run that sampled the completions.
     """
-    theirs = [r for r in records if r["side"] == REPLAYED]
+    theirs = by_side(records).get(REPLAYED)
     if not theirs:
         return []
     both = [(r["ours"][step], value) for r in theirs for step, value in r["held_out"].items()]
@@ -200,9 +195,8 @@ def replay_apart(records: list[dict]) -> list[str]:
 def rises(records: list[dict]) -> list[str]:
     """Return one note per side that says how much held-out accuracy changes during training."""
     notes = []
-    for side in dict.fromkeys(r["side"] for r in records):
-        curves = [held_out(r) for r in records if r["side"] == side]
-        rise = [100 * (values[-1] - values[0]) for values in curves]
+    for side, mine in by_side(records).items():
+        rise = [100 * (values[-1] - values[0]) for values in map(held_out, mine)]
         span = f"{min(rise):+.1f} to {max(rise):+.1f} (mean {statistics.fmean(rise):+.1f})"
         notes.append(
             f"In the runs `{side}`, held-out accuracy changes by {span} percentage points."
@@ -224,7 +218,7 @@ def vision(records: list[dict]) -> list[str]:
 
 
 def curves_apart(records: list[dict]) -> list[str]:
-    if not {r["side"] for r in records} >= set(SIDES):
+    if not by_side(records).keys() >= {*SIDES}:
         return []
     notes = []
     for name, title in (("held_out", "held-out accuracy"), ("reward", "reward")):
