@@ -56,11 +56,11 @@ def save(figure: Figure, path: Path) -> None:
         path.write_text(text.replace("<defs>", style + "<defs>", 1))
 
 
-def canvas(height: float) -> tuple[Figure, Axes]:
+def canvas(height: float, width: float = WIDTH) -> tuple[Figure, Axes]:
     """Return a figure whose coordinates are tenths of an inch, from the lower left corner."""
-    figure = Figure(figsize=(WIDTH / 10, height / 10), facecolor=PAPER)
+    figure = Figure(figsize=(width / 10, height / 10), facecolor=PAPER)
     axis = figure.add_axes((0, 0, 1, 1))
-    axis.set(xlim=(0, WIDTH), ylim=(0, height))
+    axis.set(xlim=(0, width), ylim=(0, height))
     axis.axis("off")
     return figure, axis
 
@@ -76,18 +76,27 @@ def box(axis: Axes, x: float, y: float, w: float, h: float, color: str, *lines: 
 
 
 def cell(
-    axis: Axes, x: float, y: float, w: float, h: float, color: str, text: str = "", size: float = 9
+    axis: Axes,
+    x: float,
+    y: float,
+    w: float,
+    h: float,
+    color: str,
+    text: str = "",
+    size: float = 9,
+    **style: Any,
 ) -> None:
-    axis.add_patch(Rectangle((x, y), w, h, facecolor=color, edgecolor=LINE, lw=0.8))
+    style = {"edgecolor": LINE, "lw": 0.8, **style}
+    axis.add_patch(Rectangle((x, y), w, h, facecolor=color, **style))
     note(axis, x + w / 2, y + h / 2, text, fontsize=size, ha="center")
 
 
-def arrow(axis: Axes, *points: tuple[float, float]) -> None:
+def arrow(axis: Axes, *points: tuple[float, float], color: str = LINE) -> None:
     """Draw an arrow through points."""
     for a, b in itertools.pairwise(points[:-1]):
-        axis.plot(*zip(a, b), color=LINE, lw=1.2, solid_capstyle="round")
+        axis.plot(*zip(a, b), color=color, lw=1.2, solid_capstyle="round")
     style = {"arrowstyle": "-|>", "mutation_scale": 10, "shrinkA": 0, "shrinkB": 0, "lw": 1.2}
-    axis.add_patch(FancyArrowPatch(points[-2], points[-1], color=LINE, **style))
+    axis.add_patch(FancyArrowPatch(points[-2], points[-1], color=color, **style))
 
 
 def note(axis: Axes, x: float, y: float, text: str, **style: Any) -> None:
