@@ -275,8 +275,9 @@ def serve_fake(
 
 # --- faults ---
 
-# A function that damages a run in progress and returns a function that repairs the damage.
-Strike = Callable[[Run, random.Random], Callable[[], object]]
+# A function that damages a run in progress. It returns a function that repairs the damage, if a new
+# start does not.
+Strike = Callable[[Run, random.Random], Callable[[], object] | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,10 +292,6 @@ def signal_to(pids: Sequence[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def nothing() -> None:
-    """Repair nothing."""
-
-
 def sends(who: str, *numbers: int) -> Strike:
     """Return a fault that sends one of these signals to one process of a kind."""
 
@@ -304,7 +301,6 @@ def sends(who: str, *numbers: int) -> Strike:
             run.server.process.join()
             time.sleep(rng.uniform(0, 3))
             run.server.start()
-        return nothing
 
     return strike
 
@@ -319,30 +315,29 @@ def suspends(who: str, hang: float = 0.0) -> Strike:
         signal_to(chosen, signal.SIGSTOP)
         time.sleep(rng.choice([0.5, hang or run.mode.hang]))
         signal_to(chosen, signal.SIGCONT)
-        return nothing
 
     return strike
 
 
 def kill_all(run: Run, rng: random.Random):
     signal_to([*run.find("torchrun"), *run.find("rank")], signal.SIGKILL)
-    return nothing
 
 
 def full_disk(run: Run, rng: random.Random):
-    """Limit file sizes to a random number of bytes: writes fail midway, as on a full disk."""
+    """Limit file sizes to a random number of bytes: writes fail midway, as on a full disk. A new
+    process has no limit.
+    """
     size = rng.randint(20_000, 200_000)
     for pid in run.find("rank"):
         with contextlib.suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, size))
-    return nothing  # no repair is needed, because a new process has no limit
 
 
 def read_only(run: Run, rng: random.Random):
     """Mount the folder read-only over itself (as root), or remove its write permission."""
     mount = os.geteuid() == 0 and shutil.which("mount")
     if not run.output.exists():
-        return nothing
+        return None
     if not mount:
         run.output.chmod(0o500)
         return lambda: run.output.chmod(0o700)
@@ -355,7 +350,6 @@ def read_only(run: Run, rng: random.Random):
 def delete_folder(run: Run, rng: random.Random):
     run.log_deleted = run.output.exists()
     shutil.rmtree(run.output, ignore_errors=True)
-    return nothing
 
 
 def flip_a_bit(run: Run, rng: random.Random):
@@ -363,7 +357,7 @@ def flip_a_bit(run: Run, rng: random.Random):
     kill_all(run, rng)
     run.end()
     if not (found := checkpoints(run.output)):
-        return nothing
+        return None
     path = rng.choice([p for p in sorted(found[-1].rglob("*")) if p.is_file() and p.stat().st_size])
     data = bytearray(path.read_bytes())
     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
