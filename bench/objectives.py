@@ -40,12 +40,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 import train
-from bench import common, real_model
+from bench import common, real_model, runs
 from bench.learning import fingerprint
 from bench.tables_learning import show
 from nanogrpo.extras import commandline, completions
 from nanogrpo.extras.arithmetic import warmup
-from nanogrpo.logs.files import read_records
 
 # Options of the word problems. Evaluations sample four answers to each of 120 problems.
 # The accuracy of 480 sampled answers has half the noise of the accuracy of 120 answers.
@@ -338,10 +337,8 @@ def run_case(base: str, options: str, seed: int) -> dict:
         if status := train.main(shlex.split(argv)):
             raise RuntimeError(f"train.py ended with status {status}: {argv}")
         seconds = time.perf_counter() - began
-        lines = [*read_records(Path(where) / "metrics.jsonl")]
+        steps, evaluations = runs.logged(Path(where))
     torch.cuda.empty_cache()  # leave memory for other workers on the same GPU
-    steps = [line for line in lines if "loss" in line]
-    evaluations = [line for line in lines if "eval/after" in line]
     accuracy = next(name for name in steps[0] if name.startswith("rewards/"))  # the first reward's
     clip = [x.get("clip_ratio/region_mean", x.get("cispo_clip_ratio")) for x in steps]
     return {

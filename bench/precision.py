@@ -31,7 +31,6 @@ from bench import common, objectives, runs
 from nanogrpo.extras.api import Given, loop
 from nanogrpo.extras.arithmetic import task, warmup
 from nanogrpo.feature import Feature
-from nanogrpo.logs.files import read_records
 from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
 
@@ -108,11 +107,9 @@ def run(side: str, options: str) -> dict:
     with tempfile.TemporaryDirectory() as where:
         argv = f"{options} {SIDES[side.removeprefix(WIDE)]} --output-dir {where}".split()
         assert not loop()["main"](argv, Given(features=lambda cfg: features)), side
-        lines = [*read_records(Path(where) / "metrics.jsonl")]
-    steps = [x for x in lines if "reward" in x]
-    accuracy = "eval/rewards/accuracy_reward"
+        steps, evaluations = runs.logged(Path(where))
     return {
-        "held_out": [x[accuracy] for x in lines if accuracy in x],
+        "held_out": [x["eval/rewards/accuracy_reward"] for x in evaluations],
         **{name: [x[at] for x in steps] for name, at in METRICS.items() if at in steps[0]},
     }
 

@@ -152,6 +152,12 @@ def reset_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
+def logged(folder: Path) -> tuple[list[dict], list[dict]]:
+    """Return the records of the steps and of the evaluations in the log of nanogrpo."""
+    lines = [*read_records(folder / "metrics.jsonl")]
+    return [x for x in lines if "reward" in x], [x for x in lines if "eval/after" in x]
+
+
 def series(steps: list[dict]) -> dict[str, list]:
     """Return the mean reward and the mean length of each step, from the log of either trainer."""
     metrics = {"reward": "reward", "length": "completions/mean_length"}
@@ -222,9 +228,7 @@ def ours(cfg: Config, sampled: list[list[Sample]] | None = None) -> dict:
     ):
         if train.main(arguments(cfg)):
             raise SystemExit(2)  # train.main has printed the error
-    lines = [*read_records(Path(cfg.output_dir) / "metrics.jsonl")]
-    steps = [line for line in lines if "reward" in line]
-    evaluations = [line for line in lines if "eval/after" in line]
+    steps, evaluations = logged(Path(cfg.output_dir))
     phases = [name for name in steps[0] if name.startswith("time/")]
     return {
         "seconds": clock.seconds,

@@ -43,6 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import common, step_large
 from bench.step_sides import SOLO, Case, Ours, options_of
+from bench.tables_step import whole
 from nanogrpo import Config
 from nanogrpo.distributed import fsdp
 from nanogrpo.distributed.world import join
@@ -329,11 +330,6 @@ def of_gpu(shape: str, repeats: int, budget: int, fsdp2: bool, argv: Sequence[st
         milliseconds=found.table,
         profiled_milliseconds=found.total,
     )
-
-
-def whole(table: dict[str, Counter[str]]) -> Counter[str]:
-    """Return the milliseconds of a step by class."""
-    return sum(map(Counter, table.values()), Counter())
 
 
 def draw(records: list[dict], path: Path) -> None:

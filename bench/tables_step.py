@@ -5,6 +5,9 @@ In: records. Out: table lines. Read next: tables.py.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+
 from bench.common import by_record, listed, mib, times
 
 
@@ -47,12 +50,15 @@ def step_memory(records: list[dict]) -> list[tuple]:
     return lines
 
 
+def whole(parts: dict[str, Mapping[str, float]]) -> Counter[str]:
+    """Return the milliseconds of a step by class, the sum over the parts of the step."""
+    return sum(map(Counter, parts.values()), Counter())
+
+
 @by_record
 def step_trace(r: dict) -> tuple:
     if parts := r.get("milliseconds"):
-        kinds = dict.fromkeys(kind for counts in parts.values() for kind in counts)
-        sums = {kind: sum(c.get(kind, 0.0) for c in parts.values()) for kind in kinds}
-        account = listed(sums, ".1f")
+        account = listed(whole(parts), ".1f")
     else:
         account = (
             f"{sum(r['launches'].values())} operations, {r['waits']} waits before the update,"
