@@ -29,7 +29,7 @@ from nanogrpo.extras.api import loop
 from nanogrpo.extras.arithmetic import task, warmup
 from nanogrpo.logs.files import read_records
 from nanogrpo.model import checkpoint
-from nanogrpo.types import Prompt, Sample
+from nanogrpo.types import Sample
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -72,11 +72,6 @@ def make_models() -> None:
     """
     rng = random.Random(1)
 
-    def sample(i: int, content: str, text: str) -> Sample:
-        prompt = Prompt(i, "", tokenizer.encode_prompt([{"role": "user", "content": content}]))
-        ids = tokenizer.encode(text + "<|end|>")
-        return Sample(prompt, 0, ids, [0.0] * len(ids), True, [], advantage=1.0)
-
     def sums() -> list[str]:
         return task.problems("train", 64, seed=rng.getrandbits(32))
 
@@ -84,17 +79,18 @@ def make_models() -> None:
         out = []
         for i, text in enumerate(sums()):
             if i % 4 < 2:
-                out.append(warmup.solved_sample(i, text, tokenizer, rng, lazy=True))
+                pair = f"{text}=", warmup.solution(text, rng, lazy=True)
             elif i % 4 == 2:
                 hint = f"{text}=\n\nHint: {task.value(text)}"
-                out.append(sample(i, hint, warmup.solution(text, rng, lazy=False)))
+                pair = hint, warmup.solution(text, rng, lazy=False)
             else:
-                out.append(sample(i, "?", f"{text}="))
+                pair = "?", f"{text}="
+            out.append(warmup.sample(i, *pair, tokenizer))
         return out
 
     def good(step: int) -> list[Sample]:
         return [
-            warmup.solved_sample(i, text, tokenizer, rng, lazy=False)
+            warmup.sample(i, f"{text}=", warmup.solution(text, rng, lazy=False), tokenizer)
             for i, text in enumerate(sums())
         ]
 

@@ -132,7 +132,10 @@ def teach(model: Decoder, tokenizer: Tokenizer, seed: int, steps: int) -> None:
     def solved(step: int) -> list[Sample]:
         lazy = step >= steps * 3 // 4
         texts = problems("train", 64, seed=rng.getrandbits(32))
-        return [solved_sample(i, text, tokenizer, rng, lazy) for i, text in enumerate(texts)]
+        return [
+            sample(i, f"{text}=", solution(text, rng, lazy), tokenizer)
+            for i, text in enumerate(texts)
+        ]
 
     imitate(model, solved, steps)
 
@@ -158,13 +161,11 @@ def imitate(
         optim.clip_and_step(model, optimizer, rate, max_grad_norm=1.0)
 
 
-def solved_sample(
-    number: int, text: str, tokenizer: Tokenizer, rng: random.Random, lazy: bool
-) -> Sample:
-    """Return a problem and its solution as a `Sample` with advantage 1."""
-    messages = [{"role": "user", "content": f"{text}="}]
-    prompt = Prompt(number, text, tokenizer.encode_prompt(messages))
-    ids = tokenizer.encode(solution(text, rng, lazy) + "<|end|>")
+def sample(number: int, question: str, answer: str, tokenizer: Tokenizer) -> Sample:
+    """Return a question and an answer as a `Sample` with advantage 1."""
+    messages = [{"role": "user", "content": question}]
+    prompt = Prompt(number, question, tokenizer.encode_prompt(messages))
+    ids = tokenizer.encode(answer + "<|end|>")
     return Sample(
         prompt, 0, ids, logp=[0.0] * len(ids), stopped=True, versions=[0] * len(ids), advantage=1.0
     )
