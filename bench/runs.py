@@ -35,7 +35,6 @@ from rich.progress import Progress
 
 from bench import common
 from nanogrpo import Config
-from nanogrpo.config import dashed
 from nanogrpo.data.prompts import load_prompts
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.engine.local import LocalEngine
@@ -174,27 +173,12 @@ def first_reward(row: dict, prefix: str = "") -> float:
 # --- our side ---
 
 
-def arguments(cfg: Config) -> list[str]:
-    """Return these options as command-line arguments."""
-    out = []
-    for field in dataclasses.fields(cfg):
-        name, value = f"--{dashed(field.name)}", getattr(cfg, field.name)
-        if isinstance(value, tuple):
-            out += [name, *map(str, value)] if value else []
-        elif isinstance(value, bool):
-            out.append(name if value else f"--no-{dashed(field.name)}")
-        elif value is not None:
-            out.append(f"{name}={json.dumps(value) if isinstance(value, dict) else value}")
-    return out
-
-
 def ours(cfg: Config, sampled: list[list[Sample]] | None = None) -> dict:
     """Run train.py's own loop and measure its steps.
 
     The samples of each step are appended to the list `sampled`.
     """
     import train
-    from nanogrpo import step as step_module
 
     clock, setup, evaluate = StepClock(), train.setup, train.evaluate
     assign_advantages = train.assign_advantages
@@ -224,10 +208,8 @@ def ours(cfg: Config, sampled: list[list[Sample]] | None = None) -> dict:
         patch.object(train, "setup", timed_setup),
         patch.object(train, "assign_advantages", kept),
         patch.object(train, "evaluate", untimed_evaluate),
-        patch.object(step_module, "evaluate", untimed_evaluate),  # before the first step
     ):
-        if train.main(arguments(cfg)):
-            raise SystemExit(2)  # train.main has printed the error
+        train.start(cfg)
     steps, evaluations = logged(Path(cfg.output_dir))
     phases = [name for name in steps[0] if name.startswith("time/")]
     return {
