@@ -48,6 +48,22 @@ def errors(results: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, fl
     return found
 
 
+def attempt(case: Case, name: str, truth: dict[str, Tensor]) -> dict[str, float] | str:
+    """Return the errors of a side, or the reason why it cannot run here. If a library fails, for
+    example in float32, the tables show its error. An error of nanogrpo is raised.
+    """
+    side = case.sides[name]
+    if isinstance(side, str):
+        return side
+    case.restore()
+    try:
+        return errors(side(**case.inputs), truth)
+    except Exception as problem:
+        if name == "nanogrpo":
+            raise
+        return f"{type(problem).__name__}: {problem}"
+
+
 def seconds_of(work: Callable[[], object]) -> float:
     """Return how long the GPU works."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -65,43 +81,36 @@ def measure(case: Case, budget: float) -> dict[str, tuple[common.Timing, dict]]:
     """
     truth = case.truth(**case.inputs)
     flush = torch.empty(4 * 2**30, dtype=torch.int8, device="cuda")  # far larger than the L2 cache
-    runnable = {name: side for name, side in case.sides.items() if callable(side)}
-    figures = {}
+    runnable, figures = {}, {}
 
     def prepare() -> None:
         case.restore()
         flush.zero_()
 
     # this loop compiles each side and measures everything except time
-    for name, side in list(runnable.items()):
-        prepare()
-        try:
-            side(**case.inputs)
-        except Exception as problem:
-            if name == "nanogrpo":
-                raise
-            # if a library fails, the table shows the error
-            case.sides[name] = f"{type(problem).__name__}: {problem}"
-            del runnable[name]
+    for name, side in case.sides.items():
+        found = attempt(case, name, truth)
+        if isinstance(found, str):
+            case.sides[name] = found
             continue
+        runnable[name] = functools.partial(side, **case.inputs)
         prepare()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        results = side(**case.inputs)
+        runnable[name]()
         torch.cuda.synchronize()
         peak = (torch.cuda.max_memory_allocated() - before) / 2**30
-        figures[name] = {
-            "errors": errors(results, truth),
-            "peak_gib_above_inputs": round(peak, 3),
-        }
-        del results
         prepare()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            side(**case.inputs)
+            runnable[name]()
             torch.cuda.synchronize()
         kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-        figures[name]["launches"] = len(kernels)
+        figures[name] = {
+            "errors": found,
+            "peak_gib_above_inputs": round(peak, 3),
+            "launches": len(kernels),
+        }
 
     names, began, turn = list(runnable), time.monotonic(), 0
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -109,7 +118,7 @@ def measure(case: Case, budget: float) -> dict[str, tuple[common.Timing, dict]]:
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             prepare()
-            seconds[name].append(seconds_of(functools.partial(runnable[name], **case.inputs)))
+            seconds[name].append(seconds_of(runnable[name]))
         turn += 1
     return {name: (common.Timing(seconds[name]), figures[name]) for name in runnable}
 
@@ -135,25 +144,16 @@ def chosen(device: str, small: bool, operations: Sequence[str]) -> list[Callable
 
 def check(device: str, operations: Sequence[str]) -> int:
     """Run every side on small shapes and print its errors. Return 1 if the errors of nanogrpo are
-    too large. If a library fails, for example because it supports only other shapes, the table
-    gives the reason.
+    too large.
     """
     wrong, lines = 0, []
     for make in chosen(device, True, operations):
         case = make()
         truth = case.truth(**case.inputs)
-        for name, side in case.sides.items():
-            if isinstance(side, str):
-                lines.append((case.name, name, side, ""))
-                continue
-            case.restore()
-            try:
-                found = errors(side(**case.inputs), truth)
-            except Exception as problem:
-                if name == "nanogrpo":
-                    raise
-                # if a library fails, for example in float32, the table shows the error
-                lines.append((case.name, name, f"{type(problem).__name__}: {problem}"[:120], ""))
+        for name in case.sides:
+            found = attempt(case, name, truth)
+            if isinstance(found, str):
+                lines.append((case.name, name, found[:120], ""))
                 continue
             good = bool(found) and all(error < 1e-4 for error in found.values())
             wrong += name == "nanogrpo" and not good
