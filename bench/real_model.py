@@ -135,8 +135,9 @@ def profile(cfg: Config, threads: int) -> dict:
     def counted(*args):
         trained.append([])
         for batches in pack(*args):
-            trained[-1] += batches
-            yield batches
+            pairs = [*batches]
+            trained[-1] += [batch for batch, _ in pairs]
+            yield pairs
 
     shape = checkpoint.empty_model(Path(cfg.model)).cfg
     # maximum number of rows in a step

@@ -159,6 +159,14 @@ def test_a_small_run_writes_its_records_and_their_table(name, small, tmp_path, m
         assert small(name) == records
 
 
+def test_a_profile_counts_the_work_of_each_step(small, monkeypatch):
+    options = "--profile --quick --threads 1 --base BASE", {}, None
+    monkeypatch.setitem(SCRIPTS, "real_model", options)
+    (record,) = small("real_model")
+    assert 0 < record["train"]["share_of_peak"] < 1
+    assert 0 < record["sample"]["share_of_peak"] < 1
+
+
 def test_without_a_gpu_the_scripts_that_need_one_end_with_one_sentence(capsys):
     assert importlib.import_module("bench.kernel_speed").main(["--check"]) == 0
     if not torch.cuda.is_available():
