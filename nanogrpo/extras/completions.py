@@ -36,6 +36,10 @@ console = Console(
 )
 
 
+# in the folder; the last part is the name of a temporary file (logs/files.py)
+NAME = r"(?:completions|eval|tokens)_(\d+)\.(?:jsonl|jsonl\.gz|.*\d\.(tmp))"
+
+
 class Completions(Feature):
     """The files contain the samples of all ranks; the console shows some samples of rank 0."""
 
@@ -45,15 +49,15 @@ class Completions(Feature):
     def running(self, run: Run) -> None:
         """Prepare the folder.
 
-        A resumed run repeats the steps after its checkpoint, so their files are deleted. A run that
-        starts over renames the old folder.
+        A resumed run repeats the steps after its checkpoint, so their files are deleted. Files that
+        a killed run was writing are deleted, too. A run that starts over renames the old folder.
         """
         if run.world.main:
             if run.start == 0 and self.folder.exists():
                 set_aside(self.folder)
             for path in self.folder.glob("*"):
-                name = re.fullmatch(r"(?:completions|eval|tokens)_(\d+)\.jsonl(\.gz)?", path.name)
-                if name and int(name[1]) > run.start:
+                name = re.fullmatch(NAME, path.name)
+                if name and (name[2] or int(name[1]) > run.start):
                     path.unlink()
 
     def step(self, run: Run, step: int, samples: list[Sample]) -> None:

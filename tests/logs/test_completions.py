@@ -99,6 +99,8 @@ def test_a_resumed_run_deletes_repeated_steps_and_a_new_run_keeps_the_old_folder
         run.done = step
         log.evaluated(run, [sample(2)])
         (tmp_path / f"completions/tokens_{step:05d}.jsonl.gz").touch()
+    for name in ("eval_00001.7.tmp", "tokens_00001.jsonl.7.tmp"):  # a killed run was writing them
+        (tmp_path / "completions" / name).touch()
     started(tmp_path, start=2)
     names = [p.name.partition(".")[0] for p in (tmp_path / "completions").iterdir()]
     kinds = "completions_00001 completions_00002 eval_00000 eval_00001 eval_00002"
