@@ -57,22 +57,6 @@ def test_no_step_is_asked_for_before_its_time_and_none_beyond_the_last(fake, ahe
     assert asked_steps(fake) == 6
 
 
-def test_the_next_step_is_sampled_while_this_one_trains(fake, ahead_of):
-    ahead = ahead_of()
-    arrived, answer = threading.Event(), fake.answer
-
-    def seen(path, body):
-        if path == "/inference/v1/generate" and asked_steps(fake) == 2:
-            arrived.set()
-        return answer(path, body)
-
-    fake.answer = seen
-    take(ahead, 0)
-    assert arrived.wait(60)  # before any load: the loop would be training now
-    ahead.engine.load(MODEL, 1)
-    assert {v for s in take(ahead, 1) for v in s.versions} <= {0, 1}
-
-
 def test_a_token_that_is_too_old_stops_the_run(ahead_of):
     ahead = ahead_of()
     take(ahead, 0)

@@ -5,7 +5,6 @@ bits of engine and trainer. Read next: test_sampler.py (the filters).
 """
 
 import copy
-import itertools
 import pickle
 
 import pytest
@@ -46,20 +45,17 @@ def full(model, sample):
     return z[len(sample.prompt.token_ids) - 1 : -1] / T
 
 
+def filtered(z, filters):
+    """Return logits / T as transformers filters them, [tokens, V]."""
+    config = GenerationConfig(do_sample=True, temperature=T, **{"top_k": 0} | filters)
+    return GenerationMixin()._get_logits_processor(config)(None, z)
+
+
 def keeping(engine, min_p=0.0, **filters):
     """Return an engine that keeps the sets, and the parameters with the other filters."""
     return KeepingEngine(engine, min_p), SamplingParams(
         T, max_tokens=8, stop_token_ids=(99,), **filters
     )
-
-
-def kept(z, top_k=0, top_p=1.0, min_p=0.0):
-    """Return the set of tokens by its definition, for logits of one token [V]."""
-    order = z.argsort(descending=True).tolist()[: top_k or None]
-    p = z[order].softmax(-1).tolist()
-    before = itertools.accumulate(p[:-1], initial=0.0)  # the probability of all likelier tokens
-    rows = zip(order, before, p)
-    return sorted(i for i, mass, share in rows if mass < top_p and share >= min_p * p[0])
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
@@ -97,16 +93,13 @@ def test_values_and_gradients_are_those_of_a_float64_model_over_the_full_vocabul
         total = total + now.forward_strip(batch, op).loss
     for s in samples:
         with torch.no_grad():
-            sets = [kept(z, **filters) for z in full(first, s)]
+            outside = filtered(full(first, s) * T, filters).isinf()  # [tokens, V]
+        sets = [(~row).nonzero()[:, 0].tolist() for row in outside]
         assert [unpacked(x.kept).tolist() for x in s.logp] == sets
         at = torch.arange(len(sets)), torch.tensor(s.token_ids)
         logp, entropy = [], []
         for policy in (now, old, ref, first):
-            z = full(policy, s)
-            outside = torch.ones_like(z, dtype=torch.bool)
-            for row, ids in enumerate(sets):
-                outside[row, ids] = False
-            z = z.masked_fill(outside, -1e9)  # finite, so that autograd knows p log p
+            z = full(policy, s).masked_fill(outside, -1e9)  # finite, so that autograd knows p log p
             logp_all = z.log_softmax(-1)
             logp.append(logp_all[at])
             entropy.append(-(logp_all.exp() * logp_all).sum(-1))
@@ -155,7 +148,6 @@ def test_the_filters_are_applied_in_the_order_of_transformers(filters):
     engine, params = keeping(make_engine(slots=50), **filters)
     logits = torch.randn(50, 151, generator=torch.Generator().manual_seed(0)) * 3
     logits[:, 1] = logits[:, 0] = logits.amax(1)  # ties are kept
-    config = GenerationConfig(do_sample=True, temperature=T, **{"top_k": 0} | filters)
-    expected = GenerationMixin()._get_logits_processor(config)(None, logits)
+    expected = filtered(logits, filters)
     assert torch.equal(engine._filters(logits, params) / T, expected)
     assert torch.equal(engine.newest, expected.isfinite())
