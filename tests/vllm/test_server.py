@@ -229,8 +229,10 @@ def test_a_start_ends_with_the_run_or_when_it_takes_too_long(script, monkeypatch
         sidecar.start(5.0, over)
     assert sidecar.process is None
     monkeypatch.setattr(server, "STARTUP", 0.5)
+    before = sidecar.process = sidecar._run(1)
     with refused("was stopped before it was healthy"):
         sidecar.start(5.0, threading.Event())
+    assert before.poll() is not None
 
 
 HEALTHY = """

@@ -1,5 +1,6 @@
-"""The weight sync without vLLM: the layout of the buckets, gathers from FSDP2 shards, both
-transports between processes.
+"""The weight sync without vLLM: the layout of the buckets, gathers from FSDP2 shards.
+
+test_server.py shares memory with another process, and test_nccl.py broadcasts to one.
 
 With vLLM: test_real.py.
 """
@@ -10,7 +11,6 @@ import resource
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -20,8 +20,6 @@ from nanogrpo.distributed.world import join
 from nanogrpo.vllm.buckets import (
     ALIGN,
     DTYPES,
-    BroadcastGroup,
-    InitInfo,
     Layout,
     attach,
     checksum,
@@ -82,9 +80,6 @@ def test_a_checksum_changes_with_every_byte(size):
         assert checksum(changed) != checksum(bucket)
 
 
-# --- between processes ---
-
-
 def gather_on_two_ranks() -> bool:
     """Return whether gathers from shards have the same bits, and the shards are back."""
     with join(Config(device="cpu")) as world:
@@ -109,46 +104,6 @@ def gather_on_two_ranks() -> bool:
 
 def test_gathers_from_fsdp_shards_have_the_bits_of_the_full_model():
     assert all(run(2, gather_on_two_ranks))
-
-
-class Peer:
-    """A server in the process of rank 1."""
-
-    reached_from, group = "127.0.0.1", None
-
-    def post(self, path, body):
-        dist.broadcast_object_list([body["init_info"]])
-
-
-def both_ends(transport: str) -> dict[str, float]:
-    """Send a model's weights, or do what the worker does. Return the sum of each parameter."""
-    with join(Config(device="cpu")) as world:
-        peer, model, found = Peer(), tiny_model(), [None]
-        if world.main:
-            sync = WeightSync(model, "float32", world.device, bucket_bytes=4096)
-            sync.gather(model)
-            sync.connect(peer, transport, workers=1)
-            if transport == "broadcast":
-                peer.group.send(sync.buckets)
-            tensors = model.named_parameters()
-        else:
-            dist.broadcast_object_list(found)
-            info = InitInfo(**found[0])
-            handles, sizes = info.handles, info.plan.sizes
-            buckets = [attach(h, n, world.device) for h, n in zip(handles, sizes)]
-            if transport == "broadcast":
-                buckets = [torch.empty(n, dtype=torch.uint8) for n in sizes]
-                BroadcastGroup(info, 1, world.device).send(buckets)
-            tensors = (pair for i, b in enumerate(buckets) for pair in info.plan.views(b, i))
-        sums = {name: t.double().sum().item() for name, t in tensors}
-        dist.barrier()  # shared memory ends with its process
-        return sums
-
-
-@pytest.mark.parametrize("transport", ["broadcast", "memory"])
-def test_buckets_reach_another_process(transport):
-    sent, received = run(2, both_ends, transport)
-    assert sent == received
 
 
 def test_a_limit_on_file_sizes_is_reported_in_one_sentence():

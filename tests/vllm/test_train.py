@@ -31,12 +31,12 @@ def argv(tiny_base, files, tmp_path, fake, monkeypatch):
     return lambda *options: arguments(tiny_base, files, tmp_path, *server, *options)
 
 
-@pytest.mark.parametrize("adapters", [[], ["--lora-r", "4", "--lora-alpha", "8"]])
+@pytest.mark.parametrize("adapters", ["", "--lora-r 4 --lora-alpha 8", "--lora-r 4 --load-in-4bit"])
 def test_a_run_samples_from_the_server_and_sends_it_the_weights_of_every_step(
     argv, tmp_path, fake, adapters
 ):
-    """Adapters are merged first."""
-    assert train.main(argv("--save-steps", "2", *adapters)) == 0
+    """Adapters are merged first, and a base in 4 bits is sent dequantized."""
+    assert train.main(argv("--save-steps", "2", *adapters.split())) == 0
     after_two = checkpoint.load_model(tmp_path / "checkpoint-2")
     for name, p in after_two.named_parameters():
         # the weights that sampled the third step
