@@ -21,20 +21,12 @@ def even(completion_ids, log_extra, **kwargs):
 """
 
 
-def config(folder, **options) -> Config:
-    return Config(output_dir=str(folder), log_completions=True, **options)
-
-
 def started(folder, start: int = 0) -> tuple[Completions, SimpleNamespace]:
     """Return the feature, prepared for a run that continues after `start` steps, and the run."""
-    run, log = SimpleNamespace(world=SOLO, start=start, done=start), Completions(config(folder))
+    run = SimpleNamespace(world=SOLO, start=start, done=start)
+    log = Completions(Config(output_dir=str(folder), log_completions=True))
     log.running(run)
     return log, run
-
-
-def write(folder, step: int, *samples) -> None:
-    log, run = started(folder)
-    log.step(run, step, samples)
 
 
 def test_every_completion_of_a_run_is_written_with_its_rewards(rows_of, tmp_path, capsys):
@@ -85,7 +77,8 @@ def test_any_text_and_any_value_can_be_written(tmp_path):
     odd = sample(2, a=None)
     odd.text, odd.extra = "\u2028 \U0001f600 é", {"what": {1, 2}, "source": "a\ud800é"}
     odd.prompt.text = [{"role": "user", "content": "hi\n"}]
-    write(tmp_path, 0, odd)
+    log, run = started(tmp_path)
+    log.step(run, 0, [odd])
     (row,) = completions_of(tmp_path, 1)
     expected = {"a": None, "reward": None, "what": "{1, 2}", "source": "a\ud800é"}
     expected |= {"completion": odd.text, "prompt": odd.prompt.text}

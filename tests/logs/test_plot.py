@@ -4,12 +4,11 @@ Read next: test_console.py.
 """
 
 import json
+from pathlib import Path
 
 import pytest
 
-import train
 from nanogrpo.extras import commands
-from tests.conftest import arguments
 
 image = pytest.importorskip("matplotlib.image")  # in an extra: the package itself runs without it
 
@@ -18,37 +17,28 @@ def row(step: int, **values) -> str:
     return json.dumps({"step": step, "reward": 0.5, "entropy": 1.0, **values}) + "\n"
 
 
-@pytest.fixture
-def small(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(f'{{"run": {{}}}}\n{row(0)}{row(1, kl=0.0)}{{"ste')
-    return tmp_path
-
-
-def titles(picture) -> set[str]:
-    text = picture.read_text()
+def titles(picture: str) -> set[str]:
+    text = Path(picture).read_text()
     return {part.partition(" -->")[0] for part in text.split("<!-- ")[1:]}
 
 
-def test_runs_become_one_picture_with_their_curves_and_held_out_values(
-    tiny_base, files, small, tmp_path, capsys
-):
-    real, out = tmp_path / "real", tmp_path / "both.svg"
+def test_runs_become_one_picture_with_their_curves_and_held_out_values(rows_of, tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"run": {{}}}}\n{row(0)}{row(1, kl=0.0)}{{"ste')
+    small, real, out = str(tmp_path), str(tmp_path / "real"), str(tmp_path / "both.svg")
     options = "--max-steps 2 --save-steps 0 --data arithmetic --reward-funcs accuracy format"
     options += " --eval-steps 1 --eval-samples 2"
-    assert train.main(arguments(tiny_base, files, real, options)) == 0
+    rows_of(options, folder="real")
     capsys.readouterr()
-    assert commands.main(["plot", str(small)]) == 0
-    assert commands.main(["plot", str(small), str(real), "--out", str(out)]) == 0
-    assert capsys.readouterr().out.splitlines() == [str(small / "curve.png"), str(out)]
-    drawn = image.imread(small / "curve.png")
+    assert commands.main(["plot", small]) == 0
+    assert commands.main(["plot", small, real, "--out", out]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{small}/curve.png", out]
+    drawn = image.imread(tmp_path / "curve.png")
     assert (drawn[..., :3].min(axis=2) < 0.9).mean() > 0.005
     shown = titles(out)
-    assert {"reward", "entropy", "completions/mean_length", str(small), str(real)} <= shown
+    assert {"reward", "entropy", "completions/mean_length", small, real} <= shown
     assert "clip_ratio/region_mean" not in shown
-    assert (
-        commands.main(["plot", str(real), "--metrics", "gr*d_norm", "eval/*", "--out", str(out)])
-        == 0
-    )
+    few = "gr*d_norm", "eval/*"
+    assert commands.main(["plot", real, "--metrics", *few, "--out", out]) == 0
     assert {"grad_norm", "eval/mean_length"} <= titles(out)
     assert "entropy" not in titles(out)
 

@@ -8,10 +8,8 @@ import re
 
 import pytest
 
-import train
 from nanogrpo import Config
 from nanogrpo.logs.progress import FLAT, Progress
-from tests.conftest import arguments, lines
 
 ROW = {
     "epoch": 0.25,
@@ -89,21 +87,13 @@ def test_there_is_one_warning_per_streak_of_steps_without_a_gradient(capsys):
     assert warned == [2 * FLAT - 1]
 
 
-@pytest.fixture(scope="module")
-def whole(tiny_base, files, tmp_path_factory):
-    """The options of a run with adapters and evaluations, and its folder."""
-    folder = tmp_path_factory.mktemp("progress") / "run"
-    options = f"--eval-data {files}/uneven.jsonl --eval-steps 9 --lora-r 2"
-    return arguments(tiny_base, files, folder, options), folder
-
-
 def test_a_run_begins_with_its_sizes_and_ends_with_its_checkpoint(
-    whole, capsys, caplog, monkeypatch
+    rows_of, tmp_path, capsys, caplog, monkeypatch
 ):
-    argv, folder = whole
-    monkeypatch.chdir(folder.parent)
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "run"
     with caplog.at_level("INFO", logger="nanogrpo"):
-        assert train.main(argv) == 0
+        rows = rows_of("--eval-data FILES/uneven.jsonl --eval-steps 9 --lora-r 2", folder="run")
     messages = [record.getMessage() for record in caplog.records]
     assert messages[0].startswith("computing on cpu in float32: PyTorch functions")
     first, second = messages[1].splitlines()
@@ -122,5 +112,4 @@ def test_a_run_begins_with_its_sizes_and_ends_with_its_checkpoint(
         *(f"  nanogrpo {command} {folder}/checkpoint-3" for command in ("chat", "eval")),
         f"  nanogrpo view {folder}",
     ]
-    rows = [row for row in lines(folder) if "reward" in row]
     assert [row["epoch"] for row in rows] == [pytest.approx((i + 1) / 3) for i in range(3)]

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import train
 from nanogrpo import Config
 from nanogrpo.extras.completions import Completions
 from nanogrpo.extras.objectives import TERMS, Objectives
@@ -22,7 +21,7 @@ from nanogrpo.extras.view.tokens import TokenLog, gradient
 from nanogrpo.grpo.loss import objective
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.types import Prompt, Sample
-from tests.conftest import SOLO, arguments, random_batch, steps
+from tests.conftest import SOLO, random_batch
 from tests.logs.conftest import completions_of
 from tests.model.tokenizer_folder import make_folder
 
@@ -35,19 +34,11 @@ def table(folder, step: int) -> list[dict]:
 LOG = "--max-steps 2 --log-completions --log-tokens"
 
 
-@pytest.fixture(scope="module")
-def logged(tiny_base, files, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("logged")
-    assert train.main(arguments(tiny_base, files, folder / "logged", LOG)) == 0
-    assert train.main(arguments(tiny_base, files, folder / "other", "--max-steps 2")) == 0
-    assert steps(folder / "logged") == steps(folder / "other")  # the run itself does not change
-    return folder / "logged"
-
-
-def test_every_token_of_a_run_is_written_with_its_numbers(logged, tiny_base):
-    tokenizer, row_of = Tokenizer(tiny_base), {row["step"]: row for row in steps(logged)}
-    for step in (1, 2):
-        rows, found = completions_of(logged, step), table(logged, step)
+def test_every_token_of_a_run_is_written_with_its_numbers(rows_of, tmp_path, tiny_base):
+    metrics, tokenizer = rows_of(LOG), Tokenizer(tiny_base)
+    assert metrics == rows_of("--max-steps 2", folder="other")  # the run itself does not change
+    for step, metric in enumerate(metrics, start=1):
+        rows, found = completions_of(tmp_path, step), table(tmp_path, step)
         assert [line["row"] for line in found] == [*range(16)]
         for row, line in zip(rows, found):
             assert tokenizer.decode(line["id"]) == row["completion"]
@@ -56,7 +47,6 @@ def test_every_token_of_a_run_is_written_with_its_numbers(logged, tiny_base):
         trained = [line for line in found if "share" in line]
         gaps = [abs(gap) for line in trained for gap in line["gap"]]
         entropy = [h for line in trained for h in line["entropy"]]
-        metric = row_of[step - 1]
         assert max(gaps) == pytest.approx(metric["sampling/sampling_logp_difference/max"], rel=1e-3)
         assert sum(entropy) / len(entropy) == pytest.approx(metric["entropy"], rel=1e-3)
         assert {ratio for line in trained for ratio in line["ratio"]} == {1.0}

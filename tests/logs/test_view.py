@@ -204,9 +204,9 @@ def server(tmp_path):
         yield server
 
 
-def ask(server: Server, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes]:
+def ask(server: Server, path: str, method: str = "GET") -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
-    connection.request(method, path, headers=headers)
+    connection.request(method, path)
     answer = connection.getresponse()
     body = answer.read()
     connection.close()
