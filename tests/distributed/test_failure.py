@@ -33,7 +33,6 @@ from tests.ranks import (
     running,
     start,
     steps,
-    torchrun,
     until,
 )
 
@@ -56,12 +55,9 @@ def test_a_signal_to_any_rank_finishes_the_step_saves_and_ends_all_with_success(
         assert f"{number.name}: finishing and saving this step, then" in ranks.errors()[who]
 
 
-def slow_at(options: list[str], place: str, flag: Path, heeds: bool = True) -> int:
-    """Run train.py; the last rank reads its weights, or scores the first evaluation, until it gets
-    a signal, or forever.
-    """
-    owner, name = {"setup": (checkpoint, "load_weights"), "evaluation": (Scorer, "score")}[place]
-    original = getattr(owner, name)
+def slow_at_setup(options: list[str], flag: Path, heeds: bool = True) -> int:
+    """Run train.py; the last rank reads its weights until it gets a signal, or forever."""
+    original = checkpoint.load_weights
 
     def slow(*args) -> None:
         if int(os.environ["RANK"]) + 1 == int(os.environ["WORLD_SIZE"]):
@@ -71,15 +67,14 @@ def slow_at(options: list[str], place: str, flag: Path, heeds: bool = True) -> i
             failure.asked.wait(PATIENCE)
         original(*args)
 
-    setattr(owner, name, slow)
+    checkpoint.load_weights = slow
     return train.main(options)
 
 
-@pytest.mark.parametrize("place", ["setup", "evaluation"])
-def test_a_signal_before_the_first_step_ends_the_run_after_it(tied_base, tmp_path, place):
+def test_a_signal_before_the_first_step_ends_the_run_after_it(tied_base, tmp_path):
     output, flag = tmp_path / "run", tmp_path / "flag"
     options = argv(tied_base, output, "--eval-steps", "1000", "--eval-data", str(DATA))
-    ranks = start(2, slow_at, options, place, flag)
+    ranks = start(2, slow_at_setup, options, flag)
     until(flag.exists)
     os.kill(ranks.processes[1].pid, signal.SIGTERM)
     assert ranks.ends(PATIENCE) == [0, 0], ranks.errors()
@@ -88,7 +83,7 @@ def test_a_signal_before_the_first_step_ends_the_run_after_it(tied_base, tmp_pat
 
 
 def test_a_second_signal_ends_at_once(tied_base, tmp_path):
-    ranks = start(1, slow_at, argv(tied_base, tmp_path / "run"), "setup", tmp_path / "flag", False)
+    ranks = start(1, slow_at_setup, argv(tied_base, tmp_path / "run"), tmp_path / "flag", False)
     until((tmp_path / "flag").exists)
     assert insist(ranks, signal.SIGTERM) == 128 + signal.SIGTERM
 
@@ -255,25 +250,3 @@ def test_a_rank_that_hangs_is_lost_after_the_timeout():
     (error,) = ranks.reports()
     assert "lost its connection to another process (" in error
     assert "find out what ended it, then continue with --resume." in error
-
-
-RUN = """
-import os, sys, train
-from nanogrpo.errors import UserError
-from nanogrpo.rewards.scorer import Scorer
-
-def work(*args):
-    if os.environ["RANK"] == sys.argv.pop():
-        raise UserError("no more of this.")
-
-Scorer.score = work
-sys.exit(train.main(sys.argv[1:-1]))
-"""
-
-
-def test_torchrun_ends_all_ranks_when_one_fails_and_one_reports(tied_base, tmp_path):
-    (tmp_path / "run.py").write_text(RUN)
-    with torchrun(str(tmp_path / "run.py"), *argv(tied_base, tmp_path / "run"), "1") as process:
-        _, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode != 0
-    assert re.findall(r"^error: .*", errors, re.M) == ["error: no more of this."], errors
