@@ -1,7 +1,7 @@
 """Advantages by hand: each estimator against its definition, and its behavior without evidence
 (invariant 4).
 
-test_trl_parity.py compares the same functions with TRL's code. Read next: test_loss.py.
+test_trl_parity.py compares the same functions with TRL's code. Read next: test_objectives.py.
 """
 
 import pytest

@@ -57,6 +57,8 @@ def test_the_gradient_of_dppo_by_hand(kind):
     penalty, limit = {"tv": (1e-3, 0.1), "kl": (0.0, 0.02)}[kind]
     constants = {"loss_kwargs": {"dppo_penalty": penalty}, "epsilon": limit}
     cfg, zeros = Config(loss_type=f"dppo_{kind}", **constants), 0
+    assert grpo.token_weight(3, 2, 10, cfg) == 1 / 10
+    assert grpo.token_weight(0, 3, 0, cfg) > 0  # nothing divides by zero
     for seed in range(5):
         logp, batch = strip(seed)
         p, mu, a = logp.detach().exp(), batch.sampling_logp.exp(), batch.advantage

@@ -124,22 +124,6 @@ def test_every_vector_of_a_strip_is_correct(samples, budget, world, masked, loss
             assert (bounds[0][0], bounds[-1][1]) == (0, len(b.tokens))
             assert b.max_len == max(end - start for start, end in bounds)
             assert (b.old_logp, b.ref_logp) == (None, None)
-            assert (
-                len(
-                    {
-                        len(x)
-                        for x in (
-                            b.rows,
-                            b.targets,
-                            b.sample,
-                            b.advantage,
-                            b.weight,
-                            b.sampling_logp,
-                        )
-                    }
-                )
-                == 1
-            )
             strip = update.strips[rank][number]
             assert len(b.tokens if b.kv_rows is None else b.kv_rows) == (
                 sum(p.key_rows for p in strip) or 1

@@ -9,7 +9,7 @@ TRL's own code.
   with TRL's padding and head, the other our decoder over packed strips, from one checkpoint folder.
   The gradients of all parameters are compared.
 
-Read next: test_loss.py, which derives the same quantities by hand.
+Read next: test_objectives.py.
 """
 
 import copy
