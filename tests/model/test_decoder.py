@@ -11,7 +11,7 @@ import transformers
 
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
-from tests.conftest import positions_of, random_batch, random_tokens, tiny_config, tiny_model
+from tests.conftest import positions_of, random_tokens, tiny_config, tiny_model
 from tests.model.peers import CLASSES, CONFIGS, peer, theirs_alone
 
 RAGGED = [7, 1, 33, 2, 20]
@@ -77,15 +77,6 @@ def test_a_nan_does_not_leak_between_samples():
         out = model(torch.cat(parts), *positions_of(RAGGED)).split(RAGGED)
     assert [bool(x.isnan().any()) for x in out] == [False, False, True, False, False]
     assert out[2].isnan().all()
-
-
-def test_forward_strip_runs_the_head_only_on_rows_that_predict_completions():
-    model = tiny_model()
-    batch = random_batch([(3, 4), (6, 1), (1, 9)])
-    shapes = []
-
-    model.forward_strip(batch, lambda *given: shapes.append([x.shape for x in given]))
-    assert shapes == [[(14, 48), (151, 48)]]
 
 
 # --- construction and config.json ---

@@ -159,7 +159,10 @@ MISTAKES = {
     "an array": (row(image=np.zeros((8, 8, 3))), r"the picture is of type ndarray: give a path"),
     "a damaged file": (row(image="cut.png"), r"the picture cut.png cannot be decoded \("),
     "not a picture": (row(image=b"%!PS"), "the picture has none of the formats PNG, JPEG, "),
-    "a long side": (row(image=picture(1601, 8)), r"one side may be at most 200 times"),
+    "a long side": (
+        row(image=picture(1601, 8)),
+        "1601 × 8 pixels, but one side may be at most 200 ",
+    ),
     "a bomb": (row(image=png(picture(80, 80))), r"decoded \(Image size \(6400 pixels"),
     "no picture": (row(), r"0 of its pictures are in columns, but its messages have 1 parts"),
     "two pictures": (row(images=[IMAGE, IMAGE]), r"2 of its pictures are in columns, but its mess"),
