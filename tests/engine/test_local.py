@@ -118,12 +118,6 @@ def test_a_completion_ends_at_a_stop_token_or_at_its_limit():
         assert not set(s.token_ids[:-1]) & set(STOPS)
         assert s.stopped or len(s.token_ids) == PARAMS.max_tokens
         assert len(s.logp) == len(s.versions) == len(s.token_ids)
-    on = make_engine().sample(
-        make_prompts(), 8, dataclasses.replace(PARAMS, stop_token_ids=()), step=0
-    )
-    assert {len(s.token_ids) for s in on} == {PARAMS.max_tokens}
-    assert not any(s.stopped for s in on)
-    assert all(b.token_ids[: len(a.token_ids)] == a.token_ids for a, b in zip(samples, on))
 
 
 def test_the_context_can_be_filled_to_the_last_token():

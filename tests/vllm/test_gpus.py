@@ -63,7 +63,6 @@ def test_a_server_of_our_own_shares_the_only_gpu_without_any_option(machine, fak
 @pytest.mark.parametrize(
     ("options", "environment", "visible", "parallel"),
     [
-        ({"vllm_gpus": "1"}, None, "1", []),
         ({"vllm_gpus": "1"}, "4,6", "6", []),
         ({"vllm_gpus": "1"}, "GPU-a,MIG-b", "MIG-b", []),
         ({"vllm_gpus": "1,2"}, None, "1,2", ["--tensor-parallel-size", "2"]),
