@@ -397,15 +397,20 @@ class ByTurn(Counter):
     ("kind", "rewards"), [(Counter, [0, 1, 0]), (Later, [0.5] * 3), (ByTurn, [0.6] * 3)]
 )
 def test_an_environment_rewards_its_completions(tokenizer, kind, rewards):
-    cfg = Config(reward_funcs=("environment",), environment_factory="given")
+    cfg = Config(
+        reward_funcs=("environment",),
+        environment_factory="given",
+        chat_template_kwargs={"tools": ["a"]},
+    )
     feature = Tools(cfg, (), kind)
     columns = [{"goal": 2, "rewards": 7}]  # any name but those of the arguments
     samples = converse(calls_of(tokenizer, environment=kind), STEPS, columns=columns)
     for name in ("turns", "environments"):
         with refused(f"get their own `{name}`: rename the column"):
             feature.encode(Prompt(0, "", [], {name: 1}), {})
-    with refused("its columns set documents in the chat template"):
-        feature.encode(Prompt(0, "", []), {"documents": ["a"]})
+    for name in ("documents", "tools"):
+        with refused(f"its columns or --chat-template-kwargs set {name}: remove them"):
+            feature.encode(Prompt(0, "", []), {name: ["a"]})
     function, turns = feature.reward("environment"), [s.arguments["turns"] for s in samples]
     Scorer(Config(), SOLO.device, given=[function]).score(samples)
     assert [s.reward for s in samples] == pytest.approx(rewards)

@@ -82,12 +82,13 @@ class Tools(Feature):
             return
         if isinstance(prompt.text, str):
             prompt.text = [{"role": "user", "content": prompt.text}]
-        own = {name for name, x in variables.items() if x != self.cfg.chat_variables.get(name)}
+        run = self.cfg.chat_variables
+        own = {n for n, x in variables.items() if n == "tools" or x != run.get(n)}
         # calls.py renders later turns, and prompts with observations, with the variables of the run
         if own if self.environments else own - {"documents"}:
             raise UserError(
-                f"its columns set {', '.join(sorted(own))} in the chat template: remove them, or "
-                "leave out --tools and --environment-factory."
+                f"its columns or --chat-template-kwargs set {', '.join(sorted(own))}: remove them, "
+                "or leave out --tools and --environment-factory."
             )
         variables["tools"] = self.schemas
 
