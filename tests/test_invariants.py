@@ -3,7 +3,7 @@ other, repetition, learning.
 
 The last ones are runs of train.py on a task of one digit: the answer to "7=" is
 `<answer>7</answer>`, and the base model sometimes gives it. There are twelve numbered
-invariants. 1 is in tests/grpo/test_objectives.py, 3 and 7 are in tests/model/test_head.py, 4 is in
+invariants. 1 is in tests/grpo/test_objectives.py, 3 and 7 are in tests/grpo/test_loss.py, 4 is in
 tests/grpo/test_advantages.py, 5 is in tests/grpo/test_packing.py and tests/engine/test_local.py,
 which has 6, too. 12 is in tests/grpo/test_trl_parity.py, and the killed
 runs of 9 are in tests/run/test_state.py. Read it next.

@@ -94,6 +94,24 @@ def test_many_prompts_at_once_are_neither_split_nor_computed_for_every_completio
     engine.close()
 
 
+def test_stop_tokens_and_lengths_are_the_trainers(tied):
+    model = checkpoint.load_model(tied.folder)
+    engine = tied.engine(model)
+    engine.load(model, 0)
+    stops = tuple(range(20))
+    samples = engine.sample(
+        PROMPTS, 8, SamplingParams(max_tokens=6, stop_token_ids=stops, seed=2), step=0
+    )
+    for s in samples:
+        assert s.stopped == (s.token_ids[-1] in stops)
+        assert not any(t in stops for t in s.token_ids[:-1])
+        assert s.stopped or len(s.token_ids) == 6
+    assert {s.stopped for s in samples} == {True, False}
+    free = engine.sample(PROMPTS, 2, SamplingParams(max_tokens=6), step=0)
+    assert all(len(s.token_ids) == 6 and not s.stopped for s in free)
+    engine.close()
+
+
 def test_versions_show_per_token_when_weights_change_during_a_completion(tied):
     model = checkpoint.load_model(tied.folder)
     engine = tied.engine(model, max_len=384)

@@ -19,7 +19,7 @@ from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import Server, ServerError
 from tests.conftest import refused
 from tests.engine.rounding import agree
-from tests.ranks import until
+from tests.ranks import alive, until
 from tests.vllm.real import (
     PROMPTS,
     ROOT,
@@ -113,6 +113,24 @@ def test_a_server_suspended_while_sampling_is_noticed_and_replaced(trained, monk
     assert started[0] - begin < 3 * TIMEOUT + 30
     until(lambda: not any(path.exists() for path in memory))
     check(model, engine, before, expected)
+
+
+def test_a_server_killed_while_sampling_loses_no_group_and_leaves_no_worker(trained):
+    model, engine = trained
+    expected, before = content(engine.sample(PROMPTS * 4, 4, params(1.0), step=1)), engine.restarts
+    results = []
+    thread = threading.Thread(
+        target=lambda: results.extend(engine.sample(PROMPTS * 4, 4, params(1.0), step=1))
+    )
+    thread.start()
+    until(lambda: engine.servers[0].open)  # requests are under way
+    pids = processes(engine.sidecar.process.pid)
+    kill(engine)
+    # vLLM alone would leave its workers behind
+    until(lambda: not any(map(alive, pids[1:])), seconds=60.0)
+    thread.join()
+    assert content(results) == expected
+    check(model, engine, before, expected[: len(PROMPTS) * 4])
 
 
 def test_a_server_killed_in_the_middle_of_a_sync_gets_all_weights_again(trained):

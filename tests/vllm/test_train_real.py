@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import train
+from nanogrpo.model.checkpoint import load_model
 from nanogrpo.vllm.auth import SECRET
 from tests.conftest import arguments, steps, write_rows
 from tests.engine.chat import write_calling_base
@@ -142,6 +143,28 @@ def test_own_server_killed_and_own_trainer_killed_lose_nothing(base, files, tmp_
     training.communicate()
     finish(arguments(base, files, output, *options, *server, "--resume"))
     assert trained_on(output) == trained_on(tmp_path / "quiet")
+
+
+@pytest.mark.parametrize("bits", [[], ["--load-in-4bit"]])
+def test_adapters_are_sampled_merged(base, files, tmp_path, server, bits):
+    """After every step, the log-probs of the server are those of base and adapters together. A base
+    in 4 bits is sent dequantized, in place of the floats that the server has started with.
+    """
+    adapters = "--lora-r 8 --lora-alpha 16 --learning-rate 2e-2 --max-steps 6"
+    options = [*bits, *adapters.split(), "--generation-batch-size", "32"]
+    for name, ranks in {"one": 1, "two": 2}.items():
+        finish(arguments(base, files, tmp_path / name, *options, *server), ranks=ranks)
+        assert all(
+            row["sampling/sampling_logp_difference/max"] <= 1e-5 for row in steps(tmp_path / name)
+        ), name
+    one, two = steps(tmp_path / "one"), steps(tmp_path / "two")
+    assert [r["reward"] for r in one] == pytest.approx([r["reward"] for r in two], abs=1e-6)
+    before, merged = (
+        dict(load_model(f).named_parameters()) for f in (base, tmp_path / "one" / "checkpoint-6")
+    )
+    moved = {name for name, w in merged.items() if (w - before[name]).abs().max() > 1e-2}
+    # every adapted matrix of two layers: a base sent alone would not give these log-probs
+    assert len(moved) == 7 * 2
 
 
 def test_tool_calls_with_answers_in_between(base, files, tmp_path, server):
