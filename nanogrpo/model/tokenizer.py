@@ -137,7 +137,7 @@ class Tokenizer:
         messages = [*map(without_nulls, messages)]
         # a template is a program, so any exception is possible
         name = f"the chat template of {self._folder}"
-        with reading(name, "change them", "rejects the messages, tools or documents"):
+        with reading(name, "change them", "rejects the messages or columns"):
             # as a column of the data, such a variable may be JSON text
             fields |= {n: json.loads(x) for n in VARIABLES if isinstance(x := fields[n], str)}
             return template.render(

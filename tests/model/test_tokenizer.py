@@ -222,7 +222,7 @@ def test_the_default_template_is_chosen(tmp_path):
 )
 def test_a_template_that_fails_rejects_the_messages(tmp_path, template):
     ours = Tokenizer(make_folder(tmp_path, template))
-    with refused(rf"{tmp_path} rejects the messages, tools or documents \(.+\): change them"):
+    with refused(rf"{tmp_path} rejects the messages or columns \(.+\): change them"):
         ours.render(CHATS[0])
 
 
@@ -286,7 +286,7 @@ def test_a_template_may_reject_the_messages_and_may_be_absent(tmp_path):
     ours = Tokenizer(make_folder(tmp_path / "a", CHATML))
     with refused("unknown role critic"):
         ours.render([{"role": "critic", "content": "x"}])
-    with refused(r"rejects the messages, tools or documents \(Expecting value.*\): change them"):
+    with refused(r"rejects the messages or columns \(Expecting value.*\): change them"):
         ours.render(CHATS[0], tools="calculator")
     bare = Tokenizer(make_folder(tmp_path / "b", None))
     assert not bare.has_chat_template
