@@ -74,6 +74,9 @@ def test_the_documentation_has_the_tables():
     assert runpy.run_path(str(ROOT / "docs/trl_tables.py"))["tables"]() in TEXT
 
 
+THEIRS = trl.GRPOConfig(output_dir="-", use_cpu=True, bf16=False, report_to="none")
+
+
 def listed() -> set[str]:
     table = TEXT.split("## Same option, different default or meaning\n")[1].split("\n## ")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
@@ -81,12 +84,11 @@ def listed() -> set[str]:
 
 
 def test_defaults_are_those_of_trl_unless_the_table_says_otherwise():
-    theirs = trl.GRPOConfig(output_dir="-", use_cpu=True, bf16=False, report_to="none")
     assert listed() <= OURS.keys() & ALL
     shared = names(trl.GRPOConfig) & OURS.keys() - listed()
     assert len(shared & ADDED) > 25
     for name in sorted(shared):
-        ours, default = OURS[name], getattr(theirs, name)
+        ours, default = OURS[name], getattr(THEIRS, name)
         if isinstance(ours, tuple):
             ours = list(ours) or None
         # an empty text and false are how an option is left out here
@@ -332,9 +334,8 @@ def test_every_option_without_an_equal_is_refused_or_may_be_off(name):
 
 
 def test_a_default_of_trl_asks_for_nothing():
-    theirs = trl.GRPOConfig(output_dir="-", use_cpu=True, bf16=False, report_to="none")
     for name, value in trl_names.NEUTRAL.items():
-        known = {getattr(theirs, name, None), getattr(trl.ModelConfig, name, None)}
+        known = {getattr(THEIRS, name, None), getattr(trl.ModelConfig, name, None)}
         assert value in known, name
         assert parse([f"--{name}", str(value)]) == Config()
 
