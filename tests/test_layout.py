@@ -64,7 +64,7 @@ FOREIGN = re.compile(
 # Sizes in code tokens: names, operators, numbers and strings, but no comments. A number may fall at
 # any time, but rise only together with a sentence in docs/log.md that says what a reader gets for
 # it.
-BUDGETS = {"core": 42_000, "kernels": 19_500, "path": 17_500, "product": 131_500, "tests": 215_750}
+BUDGETS = {"core": 42_000, "kernels": 19_500, "path": 17_500, "product": 130_750, "tests": 200_000}
 # From the loop to the loss, the head, the model and the engine on a CPU.
 PATH = """
     train.py nanogrpo/types.py nanogrpo/step.py
